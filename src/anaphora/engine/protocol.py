@@ -1,0 +1,200 @@
+"""Messages between an engine and whoever uses it.
+
+An engine is reached by messages only: :class:`Request` and a cancel go in, :data:`Event` objects
+come out. All of them can be pickled, so an engine may live in a thread or in a child process.
+Nothing here knows how an engine stores its KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
+from anaphora.errors import AnaphoraError
+from anaphora.vocabulary import Vocabulary
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """How the cache may be used for one request."""
+
+    segments: tuple[Segment, ...] = DEFAULT_SEGMENTS
+    """In order of position; the last one has ``end=None``."""
+    read: bool = True
+    write: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. The defaults sample from the model's own distribution."""
+
+    temperature: float = 1.0
+    """0 takes the most probable token every time."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """``None``: a fresh random seed for every request."""
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_window: int = 64
+    """How many of the latest tokens the penalties look at."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they may span tokens and are not part of it."""
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Compute ``tokens`` as far as the cache doesn't have them, then generate.
+
+    ``max_tokens`` 0 fills the cache and generates nothing. A ``background`` request runs only
+    while nothing else does, and steps aside as soon as something else arrives.
+    """
+
+    id: str
+    tokens: Tokens
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    cache: CacheHints = CacheHints()
+    background: bool = False
+    want_logits: bool = False
+    """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the reused prefix of the prompt lay, in tokens. The parts add up to what was reused."""
+
+    live: int = 0
+    memory: int = 0
+    disk: int = 0
+    decoded: int = 0
+    """How many of the reused tokens' KV came from decode steps rather than from a prefill."""
+
+    @property
+    def total(self) -> int:
+        return self.live + self.memory + self.disk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Started:
+    """The prompt's cached prefix is restored and verified; the rest is about to be computed."""
+
+    id: str
+    found: Found
+    prompt_tokens: int
+    read_tokens: int
+    """What counts as read from the cache, decided by entries."""
+    written_tokens: int
+    """What counts as newly written to it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """New tokens and the text they complete (never half a character; stop texts held back)."""
+
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+
+
+FinishReason = Literal["end", "length", "stop", "cancelled"]
+"""``end``: the model ended its answer; ``length``: max_tokens or the context; ``stop``: a stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds. ``first_token`` counts from submission and is 0 where nothing was generated."""
+
+    queued: float = 0.0
+    restore: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """The last event of a request that did not fail."""
+
+    id: str
+    reason: FinishReason
+    stop_text: str | None
+    prompt_tokens: int
+    computed_tokens: int
+    """Prompt tokens that were really computed, counting again any that were parked and lost."""
+    generated_tokens: int
+    times: Times
+    prompt_logits: NDArray[np.float32] | None = None
+    """Shape (vocabulary size,); only where the request asked for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failed:
+    """The last event of a request that could not be served."""
+
+    id: str
+    error: AnaphoraError
+
+
+Event = Started | Generated | Done | Failed
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is and can hold."""
+
+    name: str
+    model: str
+    kind: str
+    """Memory kind of the model: ``attention``, ``sliding-window``, ``recurrent``, ..."""
+    caching: bool
+    context_size: int
+    """Tokens one sequence can hold."""
+    cells: int
+    """Tokens all sequences together can hold."""
+    bytes_per_token: int
+    warnings: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """One owner of a model's context. Not thread safe: one thread calls it.
+
+    ``emit`` is called with every event, from inside :meth:`step`, :meth:`submit` and
+    :meth:`cancel`. Each request ends with exactly one :class:`Done` or :class:`Failed`.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored. Finished blocks stay cached."""
+        ...
+
+    def step(self) -> float | None:
+        """Do one piece of work.
+
+        Returns seconds until the next call is worth it: 0 at once, ``None`` only after a message.
+        """
+        ...
+
+    def close(self) -> None:
+        """Store what is not stored yet and free everything. Requests in flight are cancelled."""
+        ...

@@ -1,0 +1,58 @@
+"""Errors a user can cause. ``str(error)`` is one line: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+
+class AnaphoraError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class SettingsError(AnaphoraError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class ModelNotFoundError(AnaphoraError):
+    """The model file is not there or cannot be opened."""
+
+
+class ModelFileError(AnaphoraError):
+    """The model file is there but is no usable GGUF: foreign, truncated, or of an unknown kind."""
+
+
+class ContextMemoryError(AnaphoraError):
+    """There is not enough memory for the context asked for."""
+
+
+class CacheDirectoryError(AnaphoraError):
+    """The cache folder cannot be used."""
+
+
+class CacheBusyError(CacheDirectoryError):
+    """Another process holds the cache namespace."""
+
+
+class TemplateError(AnaphoraError):
+    """The chat template is broken, forbidden by the sandbox, or refused the conversation."""
+
+
+class PromptError(AnaphoraError):
+    """The prompt or conversation is not something a model can be given."""
+
+
+class PromptTooLongError(PromptError):
+    """The prompt does not fit the context."""
+
+    def __init__(self, prompt_tokens: int, context_size: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the context holds {context_size}: "
+            "shorten the prompt or start with a larger --ctx-size"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_size = context_size
+
+    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[int, int]]:
+        return type(self), (self.prompt_tokens, self.context_size)
+
+
+class EngineError(AnaphoraError):
+    """The engine failed while it worked on a request."""
