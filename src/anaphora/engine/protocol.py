@@ -7,6 +7,7 @@ Nothing here knows how an engine stores its KV.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
-from anaphora.errors import AnaphoraError
+from anaphora.errors import AnaphoraError, SettingsError
 from anaphora.vocabulary import Vocabulary
+
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
@@ -46,8 +48,28 @@ class Sampling:
     penalty_window: int = 64
     """How many of the latest tokens the penalties look at."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they may span tokens and are not part of it."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (0.0, 100.0),
+            "top_p": (0.0, 1.0),
+            "top_k": (0, 2**31 - 1),
+            "min_p": (0.0, 1.0),
+            "repeat_penalty": (1e-3, 100.0),
+            "frequency_penalty": (-100.0, 100.0),
+            "presence_penalty": (-100.0, 100.0),
+            "penalty_window": (0, 2**20),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # also false for NaN
+                raise SettingsError(f"{name} is {value}: use {low:g} to {high:g}")
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise SettingsError(f"logit_bias of token {token} is {bias}: use a finite number")
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -166,6 +188,9 @@ class EngineInfo:
     cells: int
     """Tokens all sequences together can hold."""
     bytes_per_token: int
+    """Size of one token's KV in a block."""
+    chat_template: str | None = None
+    """The model's own Jinja chat template."""
     warnings: tuple[str, ...] = ()
 
 

@@ -1,0 +1,500 @@
+"""``anaphora bench``: the engine against a plain loop over llama.cpp's own decode call.
+
+Both run in one process on one loaded model file, taken in turn, and only ratios within the run are
+judged. The plain loop does nothing but decode calls and sampling: no cache, no scheduling.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anaphora.bundled import load_test_document
+from anaphora.cache.keys import Segment, Tokens
+from anaphora.clock import ManualClock
+from anaphora.engine.llamacpp.context import LlamaContext
+from anaphora.engine.llamacpp.load import load_engine
+from anaphora.engine.llamacpp.model import LlamaModel
+from anaphora.engine.llamacpp.params import build
+from anaphora.engine.llamacpp.sampler import Sampler
+from anaphora.engine.protocol import (
+    CacheHints,
+    Done,
+    Event,
+    Failed,
+    Generated,
+    Request,
+    Sampling,
+    Started,
+)
+from anaphora.errors import SettingsError
+from anaphora.settings import Settings
+
+PREFIX = 4096
+SUFFIX = 20
+DECODED = 64
+SHARED = 3500
+SEQUENCES = 8
+LONG = 7680
+LONG_CACHED = LONG * 95 // 100
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement: medians in seconds, and the ratio that is judged."""
+
+    name: str
+    anaphora: float
+    reference: float
+    ratio: float
+    bar: float
+    at_least: bool = False
+    """Whether the ratio must be at least the bar; otherwise at most."""
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio >= self.bar if self.at_least else self.ratio <= self.bar
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows of one flash-attention choice, and the figures beside them."""
+
+    model: str
+    flash_attn: str
+    repeats: int
+    rows: tuple[Row, ...]
+    facts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+@dataclass(slots=True)
+class _Run:
+    first_token: float
+    started: Started
+    done: Done
+    steps: list[float]
+
+
+class _Engine:
+    """The engine under test, driven step by step on this thread, with its tiers on."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self._events: list[Event] = []
+        self._clock = ManualClock()
+        self.engine = load_engine(path, settings, self._events.append, self._clock)
+        size = self.engine.vocabulary.size
+        # Answers of a fixed length: end tokens are out of reach, for the plain loop too.
+        ends = [t for t in self.engine.vocabulary.end_of_generation if t < size]
+        self.sampling = Sampling(temperature=0.0, logit_bias=dict.fromkeys(ends, -1e9))
+        self._count = 0
+
+    def request(self, tokens: Tokens, max_tokens: int, salt: str) -> Request:
+        self._count += 1
+        hints = CacheHints((Segment("bench", salt.encode()),))
+        return Request(f"bench-{self._count}", tokens, max_tokens, self.sampling, hints)
+
+    def run(self, requests: Sequence[Request]) -> list[_Run]:
+        """Serve requests that arrive together."""
+        runs = {r.id: _Run(0.0, None, None, []) for r in requests}  # type: ignore[arg-type]
+        began = time.perf_counter()
+        for request in requests:
+            self.engine.submit(request)
+        open_requests = len(requests)
+        while open_requests:
+            step_began = time.perf_counter()
+            self.engine.step()
+            now = time.perf_counter()
+            for event in self._events:
+                run = runs[event.id]
+                match event:
+                    case Started():
+                        run.started = event
+                    case Generated():
+                        run.first_token = run.first_token or now - began
+                        run.steps.append(now - step_began)
+                    case Done():
+                        run.done = event
+                        open_requests -= 1
+                    case Failed():
+                        raise event.error
+            self._events.clear()
+        return list(runs.values())
+
+    def settle(self) -> None:
+        """Do all idle work there is."""
+        while (wait := self.engine.step()) is not None:
+            self._clock.advance(wait)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class _Loop:
+    """The plain loop: decode calls and a sampler."""
+
+    def __init__(self, path: Path, settings: Settings, sampling: Sampling, cells: int) -> None:
+        params = build(settings)
+        self._model = LlamaModel(path, params)
+        self.context = LlamaContext(self._model, params, cells, SEQUENCES + 1, ranges=True)
+        self.context.warm_up(0)
+        self._sampling = sampling
+
+    def sampler(self) -> Sampler:
+        empty = np.empty(0, dtype=np.int32)
+        return Sampler(self._sampling, self._model.vocabulary.size, empty)
+
+    def prefill(self, tokens: Tokens, start: int = 0, seq: int = 0) -> int:
+        """Compute ``tokens`` from position ``start`` on; returns the next token."""
+        size = self.context.batch_size
+        sampler = self.sampler()
+        for at in range(0, len(tokens), size):
+            part = tokens[at : at + size]
+            last = at + size >= len(tokens)
+            self.context.prefill(seq, part, start + at, want_logits=last)
+        token = sampler.sample(self.context.pointer, -1)
+        sampler.close()
+        return token
+
+    def decode(self, token: int, start: int, count: int) -> list[float]:
+        """Generate ``count`` tokens; returns seconds of each step."""
+        sampler, steps = self.sampler(), []
+        for position in range(start, start + count):
+            began = time.perf_counter()
+            self.context.decode([0], [token], [position])
+            token = sampler.sample(self.context.pointer, 0)
+            steps.append(time.perf_counter() - began)
+        sampler.close()
+        return steps
+
+    def clear(self) -> None:
+        for seq in range(SEQUENCES + 1):
+            self.context.truncate(seq, 0)
+
+    def close(self) -> None:
+        self.context.close()
+        self._model.close()
+
+
+def measure(path: Path, settings: Settings, repeats: int, say: Say) -> Report:
+    """Measure one model with one flash-attention choice.
+
+    ``settings.cache_dir`` is replaced by a temporary folder, so that every run starts cold.
+
+    Raises:
+        SettingsError: the model's prompts can't be cached, or its context is too short for this.
+    """
+    with tempfile.TemporaryDirectory(prefix="anaphora-bench-", dir=settings.cache_dir) as folder:
+        settings = replace(
+            settings,
+            cache_dir=Path(folder),
+            context_size=LONG + 256,
+            parallel=SEQUENCES,
+            memory_budget=settings.memory_budget or 2 << 30,
+        )
+        return _measure(path, settings, repeats, say)
+
+
+def _measure(path: Path, settings: Settings, repeats: int, say: Say) -> Report:
+    engine = _Engine(path, settings)
+    info = engine.engine.info
+    try:
+        if not info.caching:
+            raise SettingsError(f"{info.model} runs with the cache off: nothing to measure")
+        if info.context_size < LONG:
+            raise SettingsError(f"the bench needs a context of {LONG} tokens")
+        document = engine.engine.vocabulary.encode(load_test_document())
+        while len(document) < LONG + SUFFIX:
+            document = document + document
+        tokens = np.array(document[: LONG + SUFFIX], dtype=np.int32)
+        loop = _Loop(path, settings, engine.sampling, info.cells)
+        try:
+            rows, facts = _compare(engine, loop, tokens, repeats, say)
+        finally:
+            loop.close()
+    finally:
+        engine.close()
+    restart, bandwidth = _restart(path, settings, tokens, facts, repeats, say)
+    facts |= bandwidth
+    return Report(
+        info.model,
+        "on" if build(settings).flash_attn else "off",
+        repeats,
+        (*rows, restart),
+        {name: round(value, 6) for name, value in facts.items()},
+    )
+
+
+def _compare(
+    engine: _Engine, loop: _Loop, tokens: Tokens, repeats: int, say: Say
+) -> tuple[list[Row], dict[str, float]]:
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float | Iterable[float]) -> None:
+        new = [seconds] if isinstance(seconds, float) else list(seconds)
+        times.setdefault(name, []).extend(new)
+
+    prefix, prompt = tokens[:PREFIX], tokens[: PREFIX + SUFFIX]
+    for number in range(repeats):
+        say(f"round {number + 1} of {repeats}: cold, decode, hits")
+        salt = f"round {number}"
+        _wrap_native_calls(engine, native := [])
+        (cold,) = engine.run([engine.request(prefix, DECODED, salt)])
+        _unwrap_native_calls(engine)
+        note("cold", cold.first_token)
+        note("decode", cold.steps[1:])
+        note("python", _python_share(cold.steps[1:], native))
+        engine.settle()
+        (live,) = engine.run([engine.request(prompt, 1, salt)])
+        _expect(live.started.found.live >= PREFIX, "the hit did not come from live cells")
+        note("live", live.first_token)
+        engine.settle()
+        engine.engine.release_idle()
+        (memory,) = engine.run([engine.request(prompt, 1, salt)])
+        _expect(memory.started.found.memory >= PREFIX, "the hit did not come from memory")
+        note("memory", memory.first_token)
+        engine.settle()
+        engine.engine.release_idle()
+
+        began = time.perf_counter()
+        token = loop.prefill(prefix)
+        note("loop cold", time.perf_counter() - began)
+        note("loop decode", loop.decode(token, PREFIX, DECODED - 1))
+        loop.context.truncate(0, PREFIX)
+        began = time.perf_counter()
+        loop.prefill(prompt[PREFIX:], PREFIX)
+        note("loop suffix", time.perf_counter() - began)
+        loop.clear()
+
+    for number in range(repeats):
+        say(f"round {number + 1} of {repeats}: {SEQUENCES} sequences on one prefix")
+        note("eight", _eight(engine, tokens, f"eight {number}"))
+        engine.settle()
+        engine.engine.release_idle()
+        note("loop eight", _eight_plain(loop, tokens))
+        loop.clear()
+
+    for number in range(repeats):
+        say(f"round {number + 1} of {repeats}: {LONG} tokens, 95 % of them cached")
+        salt = f"long {number}"
+        engine.run([engine.request(tokens[:LONG_CACHED], 0, salt)])
+        engine.settle()
+        (hit,) = engine.run([engine.request(tokens[:LONG], 1, salt)])
+        _expect(hit.started.found.total >= LONG_CACHED, "the long prompt did not hit")
+        note("long hit", hit.first_token)
+        engine.settle()
+        engine.engine.release_idle()
+        (cold,) = engine.run([engine.request(tokens[:LONG], 1, f"long cold {number}")])
+        note("long cold", cold.first_token)
+        engine.settle()
+        engine.engine.release_idle()
+
+    m = {name: statistics.median(values) for name, values in times.items()}
+    saved = 1 - m["long hit"] / m["long cold"]
+    python = f"Python's own work: {m['python'] * 1e6:.0f} us a token"
+    rows = [
+        Row(f"cold, {PREFIX} tokens", m["cold"], m["loop cold"], m["cold"] / m["loop cold"], 1.05),
+        Row(
+            f"decode step at {PREFIX}",
+            m["decode"],
+            m["loop decode"],
+            m["loop decode"] / m["decode"],
+            0.95,
+            at_least=True,
+            note=python,
+        ),
+        Row("Python's own work, a token", m["python"], 150e-6, m["python"] / 150e-6, 1.0),
+        Row(
+            f"hit in live cells, {PREFIX} + {SUFFIX}",
+            m["live"],
+            m["loop suffix"],
+            m["live"] / m["loop suffix"],
+            1.15,
+        ),
+        Row(
+            f"hit in memory, {PREFIX} + {SUFFIX}",
+            m["memory"],
+            m["loop suffix"],
+            m["memory"] / m["loop suffix"],
+            1.15,
+        ),
+        Row(
+            f"decode step, {SEQUENCES} on one {SHARED}-token prefix",
+            m["eight"],
+            m["loop eight"],
+            m["eight"] / m["loop eight"],
+            1.2,
+        ),
+        Row(
+            f"time saved, 95 % of {LONG} tokens cached",
+            m["long hit"],
+            m["long cold"],
+            saved,
+            0.9,
+            at_least=True,
+            note="against the engine's own cold run",
+        ),
+    ]
+    return rows, m
+
+
+def _eight(engine: _Engine, tokens: Tokens, salt: str) -> list[float]:
+    """Decode steps of sequences that continue one shared prefix, all of them generating."""
+    engine.run([engine.request(tokens[:SHARED], 0, salt)])
+    runs = engine.run(
+        [
+            engine.request(_continued(tokens, number), DECODED, salt)
+            for number in range(SEQUENCES)
+        ]
+    )
+    # All generate together from the time the last one has its first token.
+    return [step for run in runs[-1:] for step in run.steps[1 : DECODED // 2]]
+
+
+def _eight_plain(loop: _Loop, tokens: Tokens) -> list[float]:
+    loop.prefill(tokens[:SHARED])
+    next_tokens, lengths = [], []
+    for number in range(SEQUENCES):
+        loop.context.copy(0, number + 1, 0, SHARED)
+        rest = _continued(tokens, number)[SHARED:]
+        next_tokens.append(loop.prefill(rest, SHARED, number + 1))
+        lengths.append(SHARED + len(rest))
+    samplers = [loop.sampler() for _ in range(SEQUENCES)]
+    steps = []
+    for _ in range(DECODED // 2):
+        began = time.perf_counter()
+        loop.context.decode(range(1, SEQUENCES + 1), next_tokens, lengths)
+        next_tokens = [s.sample(loop.context.pointer, row) for row, s in enumerate(samplers)]
+        lengths = [length + 1 for length in lengths]
+        steps.append(time.perf_counter() - began)
+    for sampler in samplers:
+        sampler.close()
+    return steps
+
+
+def _continued(tokens: Tokens, number: int) -> Tokens:
+    start = PREFIX + 32 * number
+    return np.concatenate([tokens[:SHARED], tokens[start : start + SUFFIX]])
+
+
+def _restart(
+    path: Path,
+    settings: Settings,
+    tokens: Tokens,
+    facts: dict[str, float],
+    repeats: int,
+    say: Say,
+) -> tuple[Row, dict[str, float]]:
+    """A hit from disk by a new process's engine, the block files' pages dropped beforehand."""
+    assert settings.cache_dir is not None
+    settings = replace(settings, cache_dir=settings.cache_dir / "restart")
+    assert settings.cache_dir is not None
+    writer = _Engine(path, settings)
+    writer.run([writer.request(tokens[:PREFIX], 0, "restart")])
+    writer.close()
+    files = sorted(settings.cache_dir.glob("*/blocks/*/*"))
+    size = sum(file.stat().st_size for file in files)
+    hits, reads = [], []
+    for number in range(repeats):
+        say(f"round {number + 1} of {repeats}: hit after a restart")
+        reader = _Engine(path, settings)
+        try:
+            _drop_pages(files)
+            reads.append(_read_all(files))
+            _drop_pages(files)
+            request = reader.request(tokens[: PREFIX + SUFFIX], 1, "restart")
+            (run,) = reader.run([request])
+            _expect(run.started.found.disk >= PREFIX, "the hit did not come from disk")
+            hits.append(run.first_token)
+        finally:
+            reader.close()
+    hit, read = statistics.median(hits), statistics.median(reads)
+    warm = max(facts["live"], facts["memory"])
+    row = Row(
+        f"hit after a restart, {PREFIX} + {SUFFIX}",
+        hit,
+        warm + read,
+        (hit - warm) / read,
+        1.2,
+        note="(hit - hit in memory) / one cold read of the files",
+    )
+    return row, {"restart bytes": float(size), "restart read": read, "bandwidth": size / read}
+
+
+def _drop_pages(files: Sequence[Path]) -> None:
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _read_all(files: Sequence[Path]) -> float:
+    """Seconds of one sequential read."""
+    buffer = bytearray(8 << 20)
+    began = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+def _expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise AssertionError(problem)
+
+
+def _wrap_native_calls(engine: _Engine, seconds: list[float]) -> None:
+    """Time llama.cpp's decode call and the sampler's, to tell them from Python's own work."""
+    context: Any = engine.engine._context
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                seconds.append(time.perf_counter() - began)
+
+        return measured
+
+    from anaphora.engine.llamacpp import context as context_module
+    from anaphora.engine.llamacpp import sampler as sampler_module
+
+    del context
+    _saved.append((context_module.lib.llama_decode, sampler_module.lib.llama_sampler_sample))
+    context_module.lib.llama_decode = timed(context_module.lib.llama_decode)
+    sampler_module.lib.llama_sampler_sample = timed(sampler_module.lib.llama_sampler_sample)
+
+
+_saved: list[tuple[Any, Any]] = []
+
+
+def _unwrap_native_calls(engine: _Engine) -> None:
+    from anaphora.engine.llamacpp import context as context_module
+    from anaphora.engine.llamacpp import sampler as sampler_module
+
+    decode, sample = _saved.pop()
+    context_module.lib.llama_decode = decode
+    sampler_module.lib.llama_sampler_sample = sample
+
+
+def _python_share(steps: Sequence[float], native: Sequence[float]) -> float:
+    """Seconds of a decode step that are not spent inside llama.cpp."""
+    inside = sum(native[-2 * len(steps) :])
+    return (sum(steps) - inside) / len(steps)

@@ -1,0 +1,171 @@
+"""Entries: promises about prefixes. What counts as read from the cache is decided by them alone."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from anaphora.cache.index import Block, Index
+from anaphora.cache.keys import Segment, Tokens
+from anaphora.clock import Clock
+
+LOCAL = "local"
+"""The automatic profile: everything computed is promised, and nothing expires."""
+
+Party = tuple[str, str]
+"""Owner and profile of an entry."""
+
+EntryId = tuple[str, str, bytes]
+"""Owner, profile and prefix key of an entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The promise to ``owner`` that the first ``position`` tokens of a chain are cached."""
+
+    owner: str
+    profile: str
+    key: bytes
+    """Key of the prefix: of the block that ends at ``position`` where the chain is cut there."""
+    position: int
+    lifetime: float | None = None
+    """Seconds; ``None``: until space is needed."""
+    expires_at: float | None = None
+    """Seconds since the Unix epoch."""
+    written_by: str = "automatic"
+
+    @property
+    def id(self) -> EntryId:
+        return self.owner, self.profile, self.key
+
+    @property
+    def party(self) -> Party:
+        return self.owner, self.profile
+
+
+class EntryTable:
+    """All living entries, each tied to the block its position lies in.
+
+    Promises are soft: where a block under an entry is gone, a ``local`` entry is shortened to what
+    is left and any other is ended; both count as broken.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._blocks: dict[EntryId, Block] = {}
+        self._expiries: list[tuple[float, EntryId]] = []
+        self.broken = 0
+        """Promises broken since the start."""
+        self.changed: set[EntryId] = set()
+        """Ids added, changed or removed since somebody last cleared this set."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (block.entries[entry_id] for entry_id, block in self._blocks.items())
+
+    def find(self, entry_id: EntryId) -> tuple[Entry, Block] | None:
+        block = self._blocks.get(entry_id)
+        return None if block is None else (block.entries[entry_id], block)
+
+    def add(self, entry: Entry, block: Block) -> None:
+        """Write an entry whose position lies in ``block``, in place of one with the same id.
+
+        An entry with a lifetime and no expiry gets one. A ``local`` entry replaces those of the
+        same owner that are prefixes of it, and is left out where a longer one covers it.
+        """
+        if entry.profile == LOCAL and entry.lifetime is None:
+            if _reach(block, {entry.party}) >= entry.position - block.start:
+                return
+            self._drop_prefixes(entry, block)
+        if entry.lifetime is not None and entry.expires_at is None:
+            entry = replace(entry, expires_at=self._clock.now() + entry.lifetime)
+        self.discard(entry.id)
+        self._put(entry, block)
+        if entry.expires_at is not None:
+            heapq.heappush(self._expiries, (entry.expires_at, entry.id))
+
+    def discard(self, entry_id: EntryId) -> None:
+        block = self._blocks.pop(entry_id, None)
+        if block is None:
+            return
+        self.changed.add(entry_id)
+        party = block.entries.pop(entry_id).party
+        for above in block.chain():
+            above.promised[party] -= 1
+            if not above.promised[party]:
+                del above.promised[party]
+
+    def expire(self) -> None:
+        """End every entry whose time is over."""
+        now = self._clock.now()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, entry_id = heapq.heappop(self._expiries)
+            found = self.find(entry_id)
+            if found and found[0].expires_at is not None and found[0].expires_at <= now:
+                self.discard(entry_id)
+
+    def block_lost(self, block: Block) -> None:
+        """``block`` is gone everywhere: shorten or end every entry over it."""
+        for entry in list(_entries_from(block)):
+            self.discard(entry.id)
+            self.broken += 1
+            left = block.parent
+            if entry.profile == LOCAL and left is not None and left.parent is not None:
+                self.add(replace(entry, key=left.key, position=left.end), left)
+
+    def move(self, old: Block, new: Block) -> None:
+        """Tie the entries in ``old`` to ``new``, a longer block that starts with all its tokens."""
+        for entry in list(old.entries.values()):
+            self.discard(entry.id)
+            self.add(entry, new)
+
+    def clear(self) -> None:
+        for entry_id in list(self._blocks):
+            self.discard(entry_id)
+        self._expiries.clear()
+
+    def read_tokens(
+        self, index: Index, tokens: Tokens, segments: tuple[Segment, ...], profile: str = LOCAL
+    ) -> int:
+        """The longest common prefix (tokens) of a prompt with any entry of its segments' owners."""
+        self.expire()
+        parties = {(segment.owner, profile) for segment in segments}
+        steps = index.walk(tokens, segments, lambda block: not parties.isdisjoint(block.promised))
+        return max(
+            (block.start + min(agreeing, _reach(block, parties)) for block, agreeing in steps),
+            default=0,
+        )
+
+    def _put(self, entry: Entry, block: Block) -> None:
+        self.changed.add(entry.id)
+        self._blocks[entry.id] = block
+        block.entries[entry.id] = entry
+        for above in block.chain():
+            above.promised[entry.party] = above.promised.get(entry.party, 0) + 1
+
+    def _drop_prefixes(self, entry: Entry, block: Block) -> None:
+        for above in block.chain():
+            for shorter in list(above.entries.values()):
+                if shorter.party == entry.party and shorter.lifetime is None:
+                    self.discard(shorter.id)
+
+
+def _reach(block: Block, parties: set[Party]) -> int:
+    """How far into ``block`` (tokens) the entries of ``parties`` go."""
+    within = [entry for entry in block.entries.values() if entry.party in parties]
+    if sum(block.promised.get(party, 0) for party in parties) > len(within):
+        return len(block)
+    return max((entry.position - block.start for entry in within), default=0)
+
+
+def _entries_from(block: Block) -> Iterator[Entry]:
+    """Entries in ``block`` and behind it."""
+    to_visit = [block]
+    while to_visit:
+        current = to_visit.pop()
+        yield from current.entries.values()
+        for children in current.children.values():
+            to_visit += [child for child in children if child.promised]

@@ -1,0 +1,276 @@
+"""Which bytes lie in which tier: making room, writing to disk, and what follows when bytes go."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from anaphora.cache.disk import DiskTier, File
+from anaphora.cache.entries import EntryTable
+from anaphora.cache.index import Block, Index
+from anaphora.cache.memory import Buffer, MemoryTier
+from anaphora.clock import Clock
+
+
+MissCause = Literal["absent", "damaged", "gone", "no_room"]
+"""Nothing of a prompt was cached; bytes were not what was written; they were no longer there;
+or memory had no room to read them into."""
+
+
+class Tiers:
+    """The policy over both tiers. The tiers themselves only know how."""
+
+    def __init__(
+        self,
+        index: Index,
+        entries: EntryTable,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        block_size: int,
+        clock: Clock,
+    ) -> None:
+        self.index = index
+        self.entries = entries
+        self.memory = memory
+        self.disk = disk
+        self.evicted_from_memory = 0
+        self.evicted_from_disk = 0
+        self.misses: Counter[MissCause] = Counter()
+        self._block_size = block_size
+        self._clock = clock
+        self._tick = 0
+        self._unwritten: dict[Buffer, None] = {}
+        """In memory, not yet on disk, and wanted there; oldest first."""
+        self._used_again: dict[Buffer, None] = {}
+        """Those among them that were used a second time."""
+        self._declined: set[Buffer] = set()
+        """The disk is full of blocks used more recently than these."""
+
+    # Use
+
+    def touch(self, block: Block) -> None:
+        """``block`` and everything before it is in use now."""
+        self._tick += 1
+        now = self._clock.now()
+        for used in block.chain():
+            used.tick = self._tick
+            used.last_used = now
+        if self.disk is not None:
+            self.disk.touched.add(block)
+
+    def used_again(self, block: Block) -> None:
+        """A block's bytes proved useful: it is among the first to be written to disk."""
+        for buffer in block.memory.values():
+            if buffer in self._declined:
+                self._declined.discard(buffer)
+                self._unwritten[buffer] = None
+            if buffer in self._unwritten:
+                self._used_again[buffer] = None
+
+    # Memory
+
+    def reserve(
+        self, block: Block, sizes: Mapping[str, int], keep: set[Block]
+    ) -> dict[str, Buffer] | None:
+        """Buffers for parts of ``block``, by evicting what was used least recently.
+
+        Nothing in ``keep`` is evicted unless it is on disk too and nothing else is left. ``None``:
+        no room.
+        """
+        wanted = list(sizes.values())
+        if not self.memory.could_take(wanted, keep):
+            keep = {kept for kept in keep if not self.write(kept)}
+            if not self.memory.could_take(wanted, keep):
+                return None
+        buffers: dict[str, Buffer] = {}
+        for part, size in sizes.items():
+            while (buffer := self.memory.take(size, block, part)) is None:
+                victim = self.memory.held.next_victim(
+                    lambda held: held.pins > 0 or held.block in keep
+                )
+                if victim is None:
+                    self.give_back(buffers)
+                    return None
+                self._evict(victim)
+            buffers[part] = buffer
+        return buffers
+
+    def give_back(self, buffers: Mapping[str, Buffer]) -> None:
+        """Buffers that were reserved and not filled."""
+        for buffer in buffers.values():
+            self.memory.give_back(buffer)
+
+    def hold(self, buffer: Buffer) -> None:
+        """A reserved buffer is filled with new bytes, which replace the same part's older ones."""
+        older = buffer.block.memory.get(buffer.part)
+        if older is not None:
+            self._forget(older)
+        self.memory.hold(buffer)
+        if self.disk is not None and not _is_written(buffer):
+            self._unwritten[buffer] = None
+
+    def loaded(self, buffer: Buffer) -> None:
+        """A reserved buffer is filled with the bytes of its file."""
+        assert self.disk is not None
+        self.disk.bytes_read += buffer.block.disk[buffer.part].header.file_bytes
+        self.memory.hold(buffer)
+
+    def _evict(self, buffer: Buffer) -> None:
+        if not _is_written(buffer):
+            self.write(buffer.block)
+        self._forget(buffer)
+        self.evicted_from_memory += 1
+        self.settle(buffer.block)
+
+    def _forget(self, buffer: Buffer) -> None:
+        self._unwritten.pop(buffer, None)
+        self._used_again.pop(buffer, None)
+        self._declined.discard(buffer)
+        self.memory.drop(buffer)
+
+    # Disk
+
+    @property
+    def unwritten(self) -> int:
+        """Bytes in memory that wait to be written to disk."""
+        return sum(buffer.size for buffer in self._unwritten)
+
+    def write_some(self, deadline: float) -> bool:
+        """Write what waits until ``deadline`` (``perf_counter`` seconds), then the index.
+
+        Returns whether more is waiting that can be written now.
+        """
+        if self.disk is None:
+            return False
+        for block in self._to_write():
+            if not self.disk.ready or time.perf_counter() >= deadline:
+                break
+            self.write(block)
+        self.disk.commit(self.entries)
+        return self.disk.ready and bool(self._unwritten)
+
+    def _to_write(self) -> Iterator[Block]:
+        """Blocks that wait to be written: those used again, then whole blocks, then tails."""
+        waiting = dict.fromkeys(buffer.block for buffer in self._unwritten)
+        yield from dict.fromkeys(buffer.block for buffer in list(self._used_again))
+        yield from (block for block in waiting if not self._is_tail(block))
+        yield from (block for block in waiting if self._is_tail(block))
+
+    def write(self, block: Block) -> bool:
+        """Write a block to disk, after those before it: without them it would be unusable.
+
+        Returns whether the block's memory may now go without anything being lost.
+        """
+        if self.disk is None:
+            return False
+        unwritten = []
+        for above in block.chain():
+            buffers = [buffer for buffer in above.memory.values() if not _is_written(buffer)]
+            if not buffers and not above.disk:
+                return False
+            if not buffers and above is not block:
+                break
+            unwritten.append(buffers)
+        return all(self._write(buffer) for buffers in reversed(unwritten) for buffer in buffers)
+
+    def _write(self, buffer: Buffer) -> bool:
+        disk, block = self.disk, buffer.block
+        if disk is None or not disk.ready or buffer in self._declined:
+            return False
+        if not self._make_disk_room(block, disk.file_bytes(buffer)):
+            self._unwritten.pop(buffer, None)
+            self._used_again.pop(buffer, None)
+            self._declined.add(buffer)
+            return False
+        if not disk.put(buffer):
+            return False
+        self._unwritten.pop(buffer, None)
+        self._used_again.pop(buffer, None)
+        self.supersede_tails(block)
+        return True
+
+    def _make_disk_room(self, block: Block, size: int) -> bool:
+        """Evict files used less recently than ``block`` until ``size`` more bytes fit."""
+        disk = self.disk
+        assert disk is not None
+        before = set(block.chain())
+        while disk.used + size > disk.budget:
+            victim = disk.held.next_victim(lambda file: file.block in before)
+            if victim is None or victim.block.tick > block.tick:
+                return False
+            disk.drop(victim)
+            self.evicted_from_disk += 1
+            self.settle(victim.block)
+        return True
+
+    # What follows
+
+    def settle(self, block: Block) -> None:
+        """Bytes or a lease of ``block`` are gone: if they were the last, it is lost."""
+        if block.resident or self.index.get(block.key) is not block:
+            return
+        self.entries.block_lost(block)
+        self.index.prune(block)
+
+    def lose_file(self, file: File, cause: MissCause) -> None:
+        """A file cannot be used: it is not there any more, or not what was written."""
+        assert self.disk is not None
+        self.misses[cause] += 1
+        self.disk.drop(file)
+        self.settle(file.block)
+
+    def supersede_tails(self, block: Block) -> None:
+        """Delete provisional tails that ``block``, stored by now, begins with.
+
+        One that is on disk stays there until ``block`` is.
+        """
+        for tail in self.index.alike(block.id):
+            buffers = list(tail.memory.values())
+            if (
+                len(tail) > len(block)
+                or tail.children
+                or not tail.parts <= block.parts
+                or not block.at_least(tail.end, tail.decoded_from, tail.exact)
+                or any(buffer.pins for buffer in buffers)
+            ):
+                continue
+            for buffer in buffers:
+                self._forget(buffer)
+            if tail.disk and not _is_on_disk(block):
+                continue
+            for file in list(tail.disk.values()):
+                assert self.disk is not None
+                self.disk.drop(file)
+            self.entries.move(tail, block)
+            self.index.remove(tail)
+
+    def clear(self) -> None:
+        """Forget all bytes, and every promise with them."""
+        self.entries.clear()
+        for block in list(self.index):
+            for buffer in list(block.memory.values()):
+                self._forget(buffer)
+            for file in list(block.disk.values()):
+                assert self.disk is not None
+                self.disk.drop(file)
+        for block in list(self.index):
+            if self.index.get(block.key) is block:
+                self.index.prune(block)
+
+    def _is_tail(self, block: Block) -> bool:
+        return block.end % self._block_size != 0 and not block.children
+
+
+def _is_on_disk(block: Block) -> bool:
+    """Whether the disk has everything that memory has of a block."""
+    return bool(block.disk) and all(_is_written(buffer) for buffer in block.memory.values())
+
+
+def _is_written(buffer: Buffer) -> bool:
+    """Whether the disk has these very bytes, not only worse ones."""
+    file = buffer.block.disk.get(buffer.part)
+    return file is not None and (
+        (file.decoded_from, file.exact) == (buffer.decoded_from, buffer.exact)
+    )

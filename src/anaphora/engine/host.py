@@ -1,0 +1,103 @@
+"""Runs an engine on a thread of its own and routes its events to whoever submitted the request."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from anaphora.engine.protocol import Done, Emit, Engine, EngineInfo, Event, Failed, Request
+from anaphora.errors import AnaphoraError, EngineError
+from anaphora.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[Event], None]
+"""Called on the engine's thread with every event of one request; it must return at once."""
+
+
+class EngineHost:
+    """Owns the thread that owns the engine. All methods may be called from any thread."""
+
+    def __init__(self, make_engine: Callable[[Emit], Engine]) -> None:
+        """Start the thread and make the engine on it; raises what ``make_engine`` raises."""
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, Listener] = {}
+        self._ready: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
+        self._dead: AnaphoraError | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, args=(make_engine,), name="anaphora-engine", daemon=True
+        )
+        self._thread.start()
+        engine = self._ready.get()
+        if isinstance(engine, BaseException):
+            self._thread.join()
+            raise engine
+        self.info: EngineInfo = engine.info
+        self.vocabulary: Vocabulary = engine.vocabulary
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Hand a request over. Its last event is Done or Failed, whatever happens."""
+        with self._lock:
+            dead = self._dead
+            if dead is None:
+                self._listeners[request.id] = listener
+                self._inbox.put(lambda engine: engine.submit(request))
+        if dead is not None:
+            listener(Failed(request.id, dead))
+
+    def cancel(self, request_id: str) -> None:
+        self._inbox.put(lambda engine: engine.cancel(request_id))
+
+    def close(self) -> None:
+        """Cancel what runs, store what is not stored yet, and end the thread."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self, make_engine: Callable[[Emit], Engine]) -> None:
+        try:
+            engine = make_engine(self._emit)
+        except BaseException as error:
+            self._ready.put(error)
+            return
+        self._ready.put(engine)
+        dead = EngineError("the engine is closed")
+        try:
+            self._serve(engine)
+        except Exception:
+            logger.exception("the engine stopped on an unexpected error")
+            dead = EngineError("the engine stopped on an unexpected error: load the model again")
+        finally:
+            with self._lock:
+                self._dead = dead
+            try:
+                engine.close()
+            except Exception:
+                logger.exception("the engine did not close cleanly")
+            for request_id, listener in list(self._listeners.items()):
+                listener(Failed(request_id, dead))
+            self._listeners.clear()
+
+    def _serve(self, engine: Engine) -> None:
+        wait: float | None = 0.0
+        while True:
+            try:
+                while True:
+                    block = wait is None or wait > 0
+                    message = self._inbox.get(block=block, timeout=wait if block else None)
+                    if message is None:
+                        return
+                    message(engine)
+                    wait = 0.0
+            except queue.Empty:
+                wait = engine.step()
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Done | Failed):
+            listener = self._listeners.pop(event.id, None)
+        else:
+            listener = self._listeners.get(event.id)
+        if listener is not None:
+            listener(event)

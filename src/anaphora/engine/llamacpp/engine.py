@@ -1,0 +1,834 @@
+"""The llama.cpp engine: one owner of one context, serving many requests from it.
+
+Every :meth:`LlamaEngine.step` does one piece of work: begin what can begin, one prefill chunk, one
+decode step for everything that generates, or, with nothing of that to do, one piece of idle work
+(export finished blocks, background requests, writes to disk).
+
+A prompt's prefix is looked for in live cells first (sharing them is free), then in the memory and
+disk tiers. A finished sequence stays live until its cells are wanted: by space, or because idle
+cells slow down the running ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anaphora.cache.keys import Segment, Tokens
+from anaphora.cache.store import Lease, Piece, PrefixCache
+from anaphora.clock import Clock
+from anaphora.engine.llamacpp.cells import CellLedger
+from anaphora.engine.llamacpp.context import LlamaContext, NoCells
+from anaphora.engine.llamacpp.sampler import Sampler
+from anaphora.engine.protocol import (
+    CacheHints,
+    Done,
+    Emit,
+    EngineInfo,
+    Failed,
+    FinishReason,
+    Found,
+    Generated,
+    Request,
+    Started,
+    Times,
+)
+from anaphora.engine.text import TextStream
+from anaphora.errors import AnaphoraError, EngineError, PromptError, PromptTooLongError
+from anaphora.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+GRID = 64
+"""Prefill cuts lie on multiples of this: kernels change with a chunk's shape, but not across it."""
+
+_CHUNK_SECONDS_ALONE = 1.0
+_CHUNK_SECONDS_SHARED = 0.15
+_GROWTH = 256
+_WRITE_AFTER_IDLE = 1.0
+_WRITE_SLICE = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A sequence in the context: what its cells hold, whether or not a request uses it now."""
+
+    seq: int
+    segments: tuple[Segment, ...]
+    lease: Lease
+    tokens: Tokens
+    """A buffer; the first ``length`` of it are in cells."""
+    length: int = 0
+    decoded_from: int | None = None
+    """First position whose KV came from a decode step."""
+    used: int = 0
+    busy: bool = True
+    kept: bool = True
+    """Whether it may stay when its request is done."""
+
+    @property
+    def held(self) -> Tokens:
+        return self.tokens[: self.length]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request on its way."""
+
+    request: Request
+    stream: TextStream
+    submitted: float
+    order: int
+    live: _Live | None = None
+    sampler: Sampler | None = None
+    generated: list[int] = field(default_factory=list)
+    reserved: int = 0
+    """Length up to which cells are set aside."""
+    target: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    """What has to be in cells before (more) tokens can be generated."""
+    decoding: bool = False
+    started: bool = False
+    computed: int = 0
+    began: float = 0.0
+    restore_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_token: float = 0.0
+    decode_seconds: float = 0.0
+    logits: NDArray[np.float32] | None = None
+
+    @property
+    def owed(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_tokens - len(self.generated)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Where the prefix of a job comes from: ``shared`` tokens of a live sequence, then blocks."""
+
+    source: _Live | None
+    shared: int
+    pieces: Sequence[Piece]
+    found: int
+    compact: bool = False
+    """Start over in an empty context rather than go on above cells nobody uses."""
+
+
+_NOTHING = _Plan(None, 0, (), 0)
+
+
+class LlamaEngine:
+    """Implements :class:`anaphora.engine.protocol.Engine` on a llama.cpp context."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        context: LlamaContext,
+        cache: PrefixCache,
+        emit: Emit,
+        clock: Clock,
+        *,
+        parallel: int,
+        sequences: int,
+        reserve_tokens: int,
+        block_size: int,
+        exact: bool,
+        flash_attn: bool,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._info = info
+        self._vocabulary = vocabulary
+        self._context = context
+        self._cache = cache
+        self._emit = emit
+        self._clock = clock
+        self._parallel = parallel if info.caching and not exact else 1
+        self._reserve_tokens = reserve_tokens
+        self._block_size = block_size
+        self._exact = exact
+        self._masked_cells_cost = not flash_attn
+        self._on_close = on_close
+
+        self._cells = CellLedger(context.cells)
+        self._free_sequences = list(range(sequences - 1, -1, -1))
+        self._lives: dict[int, _Live] = {}
+        self._waiting: deque[_Job] = deque()
+        self._background: deque[_Job] = deque()
+        self._active: list[_Job] = []
+        self._turn = 0
+        self._tick = 0
+        self._order = 0
+        self._prefill_rate = 0.0
+        self._idle_since: float | None = None
+        self._unsaved: list[tuple[_Live, Any]] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    # Messages
+
+    def submit(self, request: Request) -> None:
+        try:
+            self._check(request)
+        except AnaphoraError as error:
+            self._emit(Failed(request.id, error))
+            return
+        self._order += 1
+        job = _Job(
+            request, TextStream(request.sampling.stop), time.perf_counter(), self._order
+        )
+        job.target = np.ascontiguousarray(request.tokens, dtype=np.int32)
+        (self._background if request.background else self._waiting).append(job)
+
+    def cancel(self, request_id: str) -> None:
+        for queue in (self._waiting, self._background):
+            for job in queue:
+                if job.request.id == request_id:
+                    queue.remove(job)
+                    self._finish(job, "cancelled")
+                    return
+        for job in self._active:
+            if job.request.id == request_id:
+                self._finish(job, "cancelled")
+                return
+
+    def _check(self, request: Request) -> None:
+        tokens = request.tokens
+        if len(tokens) == 0:
+            raise PromptError("the prompt is empty: give at least one token")
+        size = self._vocabulary.size
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            raise PromptError(f"the prompt has token ids outside of 0 to {size - 1}")
+        if len(tokens) > self._info.context_size:
+            raise PromptTooLongError(len(tokens), self._info.context_size)
+        for token in request.sampling.logit_bias:
+            if not 0 <= token < size:
+                raise PromptError(f"logit_bias names token {token}, outside of 0 to {size - 1}")
+
+    # Work
+
+    def step(self) -> float | None:
+        self._admit()
+        foreground = [job for job in self._active if not job.request.background]
+        if not foreground:
+            return self._idle()
+        self._idle_since = self._unsaved = None
+        self._advance(foreground)
+        return 0.0
+
+    def _advance(self, jobs: list[_Job]) -> None:
+        """One prefill chunk for one of ``jobs``, then one token for all that generate."""
+        prefilling = [job for job in jobs if not job.decoding]
+        if prefilling:
+            self._turn += 1
+            self._guard(self._prefill, [prefilling[self._turn % len(prefilling)]])
+        decoding = [job for job in jobs if job.decoding and job in self._active]
+        if decoding:
+            self._guard(self._decode, decoding)
+
+    def release_idle(self) -> None:
+        """Save and drop every sequence that no request uses."""
+        for live in self._idle_lives():
+            self._save(live)
+            self._drop(live)
+
+    def close(self) -> None:
+        for job in [*self._waiting, *self._background, *self._active]:
+            self.cancel(job.request.id)
+        self.release_idle()
+        self._cache.close()
+        self._context.close()
+        self._on_close()
+
+    def _guard(self, work: Callable[[list[_Job]], None], jobs: list[_Job]) -> None:
+        """Do ``work``; where it fails, only its jobs do, and their cells are cleared."""
+        try:
+            work(jobs)
+        except AnaphoraError as error:
+            logger.error("%s", error)
+            for job in jobs:
+                if job in self._active:
+                    self._fail(job, error)
+
+    # Beginning
+
+    def _admit(self) -> None:
+        for job in list(self._waiting):
+            if len(self._active) >= self._parallel and not self._yield_background():
+                return
+            if self._shares_a_running_prefill(job):
+                continue
+            while not self._begin(job):
+                if not self._yield_background():
+                    return
+            self._waiting.remove(job)
+
+    def _yield_background(self) -> bool:
+        """Put one running background job back into its queue, to make a place."""
+        for job in self._active:
+            if job.request.background:
+                self._suspend(job)
+                self._background.appendleft(job)
+                return True
+        return False
+
+    def _shares_a_running_prefill(self, job: _Job) -> bool:
+        """Whether another request is about to compute more of this prompt than is there now."""
+        if not job.request.cache.read:
+            return False
+        wanted = 0
+        for other in self._active:
+            if not other.decoding and other.live is not None and not other.request.background:
+                limit = _common_segments(job.request.cache.segments, other.live.segments)
+                common = min(_common_prefix(job.target, other.target), limit)
+                if common > other.live.length:
+                    wanted = max(wanted, common)
+        return wanted > GRID and wanted - self._plan(job).found >= GRID
+
+    def _plan(self, job: _Job) -> _Plan:
+        hints, tokens = job.request.cache, job.target
+        # The last prompt token's logits are needed, so it is always computed; a job that goes on
+        # after it was parked already has its next token.
+        limit = len(tokens) if job.generated else len(tokens) - 1
+        if self._exact:
+            limit = limit // GRID * GRID
+        if not hints.read or not self._info.caching:
+            return _NOTHING
+        source, shared = self._best_live(tokens, hints.segments, limit)
+        match = self._cache.match(tokens, hints.segments)
+        stored = self._usable_length(match.pieces, limit)
+        pieces = [piece for piece in match.pieces if piece.block.start < stored]
+        if self._can_compact(source, shared, stored):
+            return _Plan(None, 0, pieces, stored, compact=True)
+        if shared >= stored:
+            return _Plan(source, shared, (), shared)
+        pieces = [p for p in pieces if p.block.start + p.length > shared]
+        return _Plan(source if shared else None, shared, pieces, stored)
+
+    def _usable_length(self, pieces: Sequence[Piece], limit: int) -> int:
+        """How much of a match can be restored: with plain attention, up to any token of it."""
+        usable = 0
+        for piece in pieces:
+            if self._exact and not piece.block.exact:
+                break
+            usable = piece.block.start + piece.length
+        usable = min(usable, limit)
+        return usable // GRID * GRID if self._exact else usable
+
+    def _best_live(
+        self, tokens: Tokens, segments: tuple[Segment, ...], limit: int
+    ) -> tuple[_Live | None, int]:
+        best, length = None, 0
+        for live in self._lives.values():
+            if not live.kept:
+                continue
+            common = min(
+                _common_prefix(tokens, live.held), _common_segments(segments, live.segments), limit
+            )
+            if self._exact:
+                common = common // GRID * GRID
+            # Of equals an idle one: it can be taken over instead of copied.
+            if common > length or (common == length > 0 and best and best.busy and not live.busy):
+                best, length = live, common
+        return best, length
+
+    def _can_compact(self, source: _Live | None, shared: int, stored: int) -> bool:
+        """Whether to leave ``source`` where it is and restore everything from blocks instead.
+
+        Without flash attention a step looks at every cell up to the highest one in use, so a
+        sequence that sits above cells nobody uses pays for them with every token.
+        """
+        if source is None or not self._masked_cells_cost or self._active or stored < shared:
+            return False
+        return self._cells.top - self._cells.length(source.seq) > max(512, shared // 4)
+
+    def _begin(self, job: _Job) -> bool:
+        """Give ``job`` a sequence with everything that is cached in it; False: not now."""
+        tokens = job.target
+        plan = self._plan(job)
+        end = min(len(tokens) + min(max(job.owed, 0), self._reserve_tokens), self._limit)
+        end = max(end, len(tokens))
+        self._make_way(plan)
+        if not self._make_room(end - plan.shared, plan):
+            return False
+        began = time.perf_counter()
+        if not job.began:
+            job.began = began
+        live = self._take_sequence(job, plan)
+        live.tokens = np.empty(max(end, len(tokens)) + _GROWTH, dtype=np.int32)
+        live.tokens[: len(tokens)] = tokens
+        job.live, job.reserved = live, end
+        memory, disk = self._restore(live, plan)
+        job.restore_seconds += time.perf_counter() - began
+        self._active.append(job)
+        if not job.started:
+            job.started = True
+            found = Found(
+                plan.shared,
+                memory,
+                disk,
+                max(0, live.length - live.decoded_from) if live.decoded_from is not None else 0,
+            )
+            self._announce(job, found)
+        if job.generated and live.length == len(tokens):
+            job.decoding = True
+        if job.sampler is None and job.request.max_tokens > 0:
+            job.sampler = Sampler(job.request.sampling, self._vocabulary.size, tokens)
+        return True
+
+    def _announce(self, job: _Job, found: Found) -> None:
+        request = job.request
+        read = 0
+        if request.cache.read and self._info.caching:
+            read = self._cache.read_tokens(request.tokens, request.cache.segments)
+        writes = request.cache.write and self._info.caching
+        count = len(request.tokens)
+        self._emit(Started(request.id, found, count, read, count - read if writes else 0))
+
+    @property
+    def _limit(self) -> int:
+        return min(self._info.context_size, self._cells.size)
+
+    def _make_way(self, plan: _Plan) -> None:
+        """Let idle sequences go that would only slow this one down, or could change its logits."""
+        others = [live for live in self._idle_lives() if live is not plan.source]
+        if self._exact:
+            for live in others:
+                self._save(live)
+                self._drop(live)
+        elif self._masked_cells_cost and self._info.caching:
+            allowed = 0 if plan.compact else max(512, plan.found // 8)
+            spare = sum(self._cells.alone(live.seq) for live in others)
+            for live in others:
+                if spare <= allowed:
+                    break
+                spare -= self._cells.alone(live.seq)
+                if self._save(live):
+                    self._drop(live)
+
+    def _make_room(self, cells: int, plan: _Plan) -> bool:
+        """Free ``cells`` cells beside what is reserved, dropping idle sequences; False: can't."""
+        for live in self._idle_lives():
+            if self._available >= cells and self._free_sequences:
+                break
+            if live is not plan.source:
+                self._save(live)
+                self._drop(live)
+        if self._available < cells and plan.source is not None and not plan.source.busy:
+            # Only the source is left: take it over, without its tail.
+            self._save(plan.source)
+            self._cut(plan.source, plan.shared)
+        source_becomes_free = plan.source is not None and not plan.source.busy
+        return self._available >= cells and bool(self._free_sequences or source_becomes_free)
+
+    @property
+    def _available(self) -> int:
+        promised = sum(max(0, job.reserved - job.live.length) for job in self._active if job.live)
+        return self._cells.free - promised
+
+    def _take_sequence(self, job: _Job, plan: _Plan) -> _Live:
+        """A sequence whose cells hold the first ``plan.shared`` tokens."""
+        source = plan.source
+        if source is not None and not source.busy:
+            tail = source.length - plan.shared
+            writes = job.request.cache.write
+            if (tail == 0 and writes) or self._exact or not self._free_sequences:
+                if tail or not writes:
+                    self._save(source)
+                    self._cut(source, plan.shared)
+                source.busy, source.kept = True, writes
+                source.segments = job.request.cache.segments
+                return self._renew_lease(source)
+        live = _Live(
+            self._free_sequences.pop(),
+            job.request.cache.segments,
+            self._cache.lease(job.request.cache.segments),
+            np.empty(0, dtype=np.int32),
+            kept=job.request.cache.write and self._info.caching,
+        )
+        self._lives[live.seq] = live
+        if source is not None:
+            self._context.copy(source.seq, live.seq, 0, plan.shared)
+            self._cells.share(source.seq, live.seq, plan.shared)
+            live.length = plan.shared
+            if source.decoded_from is not None and source.decoded_from < plan.shared:
+                live.decoded_from = source.decoded_from
+        return live
+
+    def _renew_lease(self, live: _Live) -> _Live:
+        """The same cells under the segments of a new request (which agree as far as they reach)."""
+        old = live.lease
+        live.lease = self._cache.lease(live.segments)
+        live.lease.advance(live.held, live.decoded_from)
+        old.close()
+        return live
+
+    def _restore(self, live: _Live, plan: _Plan) -> tuple[int, int]:
+        """Bring the blocks of ``plan`` into cells; returns tokens that came from (memory, disk).
+
+        Stops at the first block that turns out damaged or gone: the rest is computed.
+        """
+        memory = disk = 0
+        for loaded in self._cache.restore(plan.pieces):
+            block = loaded.piece.block
+            start = max(block.start, live.length)
+            end = min(block.start + loaded.piece.length, plan.found)
+            state = loaded.parts["base"]
+            if not self._context.restore(live.seq, state, start, end, block.end):
+                logger.warning("llama.cpp refused a cached block: it is computed again")
+                self._context.truncate(live.seq, live.length)
+                break
+            self._cells.append(live.seq, end - start)
+            live.length = end
+            if block.decoded_from is not None and block.decoded_from < end:
+                first = max(block.decoded_from, start)
+                live.decoded_from = min(live.decoded_from or first, first)
+            if loaded.tier == "disk":
+                disk += end - start
+            else:
+                memory += end - start
+        return memory, disk
+
+    # Computing
+
+    def _prefill(self, jobs: list[_Job]) -> None:
+        job = jobs[0]
+        live, tokens = job.live, job.target
+        assert live is not None
+        start, end = live.length, self._chunk_end(job)
+        last = end == len(tokens)
+        began = time.perf_counter()
+        self._cells.append(live.seq, end - start)
+        self._context.prefill(live.seq, tokens[start:end], start, want_logits=last)
+        seconds = time.perf_counter() - began
+        job.prefill_seconds += seconds
+        job.computed += end - start
+        live.length = end
+        if end - start >= GRID:
+            rate = (end - start) / seconds
+            self._prefill_rate = rate if not self._prefill_rate else (self._prefill_rate + rate) / 2
+        if last:
+            self._prompt_done(job)
+
+    def _chunk_end(self, job: _Job) -> int:
+        assert job.live is not None
+        start, count = job.live.length, len(job.target)
+        alone = len(self._active) == 1 and not job.request.background and not self._waiting
+        seconds = _CHUNK_SECONDS_ALONE if alone else _CHUNK_SECONDS_SHARED
+        micro = self._context.microbatch_size
+        size = int(self._prefill_rate * seconds) if self._prefill_rate else (micro if alone else GRID)
+        size = min(size, self._context.batch_size)
+        if size >= micro:
+            size = size // micro * micro
+        size = max(size // GRID * GRID, GRID)
+        end = (start + size) // GRID * GRID
+        if end >= count:
+            end = count
+            whole = count // GRID * GRID
+            if self._exact and start < whole < count:
+                end = whole  # the last, partial stretch always has a call of its own
+        return min(end, start + self._context.batch_size)
+
+    def _prompt_done(self, job: _Job) -> None:
+        live = job.live
+        assert live is not None
+        if job.request.want_logits and not job.generated:
+            job.logits = self._context.logits()
+        self._keep_promise(job, live.held)
+        if job.request.max_tokens == 0:
+            self._finish(job, "length")
+            return
+        job.decoding = True
+        if not job.generated:
+            assert job.sampler is not None
+            self._accept(job, job.sampler.sample(self._context.pointer, -1))
+
+    def _decode(self, jobs: list[_Job]) -> None:
+        jobs = [job for job in jobs if self._grow(job)]
+        jobs = [job for job in jobs if job in self._active]  # growing may have parked others
+        if not jobs:
+            return
+        began = time.perf_counter()
+        lives = [job.live for job in jobs if job.live is not None]
+        tokens = [job.generated[-1] for job in jobs]
+        try:
+            self._context.decode([x.seq for x in lives], tokens, [x.length for x in lives])
+        except NoCells:
+            self._park(max(jobs, key=lambda job: job.order))
+            return
+        for live, token in zip(lives, tokens, strict=True):
+            self._cells.append(live.seq, 1)
+            live.tokens[live.length] = token
+            if live.decoded_from is None:
+                live.decoded_from = live.length
+            live.length += 1
+        for row, job in enumerate(jobs):
+            assert job.sampler is not None
+            self._accept(job, job.sampler.sample(self._context.pointer, row))
+        seconds = time.perf_counter() - began
+        for job in jobs:
+            job.decode_seconds += seconds
+
+    def _grow(self, job: _Job) -> bool:
+        """Make sure of a cell for the next token of ``job``; False: it was parked."""
+        live = job.live
+        assert live is not None
+        if live.length >= len(live.tokens):
+            live.tokens = np.concatenate([live.tokens, np.empty(_GROWTH, dtype=np.int32)])
+        if live.length < job.reserved:
+            return True
+        more = min(_GROWTH, self._limit - live.length)
+        while not self._make_room(more, _NOTHING):
+            youngest = max(self._active, key=lambda other: other.order)
+            if youngest is job and len(self._active) == 1:
+                raise EngineError("the context has no cells left for the only running request")
+            self._park(youngest)
+            if youngest is job:
+                return False
+        job.reserved = live.length + more
+        return True
+
+    def _accept(self, job: _Job, token: int) -> None:
+        if not job.generated:
+            job.first_token = time.perf_counter() - job.submitted
+        job.generated.append(token)
+        live = job.live
+        assert live is not None
+        if token in self._vocabulary.end_of_generation:
+            self._report(job, (), job.stream.finish())
+            self._finish(job, "end")
+            return
+        text = job.stream.feed(self._vocabulary.piece(token))
+        if job.stream.stopped is not None:
+            self._report(job, (token,), text)
+            self._finish(job, "stop")
+        elif job.owed <= 0 or live.length >= self._limit:
+            self._report(job, (token,), text + job.stream.finish())
+            self._finish(job, "length")
+        else:
+            self._report(job, (token,), text)
+
+    def _report(self, job: _Job, tokens: tuple[int, ...], text: str) -> None:
+        if tokens or text:
+            self._emit(Generated(job.request.id, tokens, text))
+
+    # Ending
+
+    def _finish(self, job: _Job, reason: FinishReason) -> None:
+        live = job.live
+        if live is not None:
+            self._active.remove(job)
+            if job.decoding or live.length >= len(job.request.tokens):
+                self._keep_promise(job, live.held)
+            else:
+                self._keep_promise(job, self._whole_blocks(live))
+            self._retire(job, live)
+        if job.sampler is not None:
+            job.sampler.close()
+        now = time.perf_counter()
+        self._emit(
+            Done(
+                job.request.id,
+                reason,
+                job.stream.stopped,
+                len(job.request.tokens),
+                job.computed,
+                len(job.generated),
+                Times(
+                    queued=(job.began or now) - job.submitted,
+                    restore=job.restore_seconds,
+                    prefill=job.prefill_seconds,
+                    first_token=job.first_token,
+                    decode=job.decode_seconds,
+                    total=now - job.submitted,
+                ),
+                job.logits,
+            )
+        )
+
+    def _fail(self, job: _Job, error: AnaphoraError) -> None:
+        if job in self._active:
+            self._active.remove(job)
+        if job.live is not None:
+            self._drop(job.live)
+        if job.sampler is not None:
+            job.sampler.close()
+        self._emit(Failed(job.request.id, error))
+
+    def _whole_blocks(self, live: _Live) -> Tokens:
+        """What an aborted prefill leaves: everything up to its last finished block."""
+        return live.tokens[: live.length // self._block_size * self._block_size]
+
+    def _keep_promise(self, job: _Job, tokens: Tokens) -> None:
+        live = job.live
+        assert live is not None
+        if live.kept and not (self._exact and live.decoded_from is not None):
+            live.lease.advance(tokens, live.decoded_from)
+            live.lease.promise()
+
+    def _retire(self, job: _Job, live: _Live) -> None:
+        """A request is done: keep its sequence for the next one, if it may be kept."""
+        self._tick += 1
+        live.used, live.busy = self._tick, False
+        if not live.kept:
+            self._drop(live)
+            return
+        if self._exact and live.decoded_from is not None:
+            # Decoded KV differs in low bits from prefilled KV: prefill the answer again.
+            answered = live.held.copy()
+            self._cut(live, live.decoded_from)
+            self._refill(job.request, answered)
+
+    def _refill(self, request: Request, tokens: Tokens) -> None:
+        self.submit(
+            Request(
+                f"{request.id}/refill",
+                tokens,
+                max_tokens=0,
+                cache=CacheHints(request.cache.segments),
+                background=True,
+            )
+        )
+
+    def _suspend(self, job: _Job) -> None:
+        """Take an active job's sequence away, so that it can begin again later."""
+        live = job.live
+        assert live is not None
+        self._active.remove(job)
+        job.live, job.decoding = None, False
+        self._tick += 1
+        live.used, live.busy = self._tick, False
+        if live.kept:
+            live.lease.advance(live.held, live.decoded_from)
+        else:
+            self._drop(live)
+
+    def _park(self, job: _Job) -> None:
+        """Give a job's cells up, with its blocks kept, and let it go on when there is room."""
+        live = job.live
+        assert live is not None
+        logger.info("no cells left: a request is parked at %d tokens", live.length)
+        job.target = np.concatenate([job.request.tokens, np.array(job.generated, dtype=np.int32)])
+        job.target = job.target[:-1] if job.generated else job.target
+        self._suspend(job)
+        if live.kept:
+            self._save(live)
+            self._drop(live)
+        (self._background if job.request.background else self._waiting).appendleft(job)
+
+    # Sequences that no request uses
+
+    def _idle_lives(self) -> list[_Live]:
+        """Least recently used first."""
+        return sorted((x for x in self._lives.values() if not x.busy), key=lambda x: x.used)
+
+    def _cut(self, live: _Live, length: int) -> None:
+        self._context.truncate(live.seq, length)
+        self._cells.truncate(live.seq, length)
+        live.length = length
+        if live.decoded_from is not None and live.decoded_from >= length:
+            live.decoded_from = None
+        live.lease.advance(live.held, live.decoded_from)
+
+    def _drop(self, live: _Live) -> None:
+        self._context.truncate(live.seq, 0)
+        self._cells.truncate(live.seq, 0)
+        live.lease.close()
+        del self._lives[live.seq]
+        self._free_sequences.append(live.seq)
+        self._unsaved = None
+
+    def _save(self, live: _Live) -> bool:
+        """Export what is in no tier yet; False where something found no room."""
+        if not live.kept:
+            return False
+        return all([self._export(live, block) for block in live.lease.unsaved()])
+
+    def _export(self, live: _Live, block: Any) -> bool:
+        decoded_from = live.decoded_from
+        if decoded_from is not None and decoded_from >= block.end:
+            decoded_from = None
+
+        def store(size: int, fill: Callable[[Any], bool]) -> bool:
+            return self._cache.store(
+                block,
+                {"base": size},
+                lambda parts: fill(parts["base"]),
+                decoded_from=decoded_from,
+                exact=self._exact,
+            )
+
+        return self._context.export(live.seq, block.start, block.end, store)
+
+    # Idle work
+
+    def _idle(self) -> float | None:
+        """One piece of work that can wait; see :meth:`step` for what is returned."""
+        now = self._clock.now()
+        if self._idle_since is None:
+            self._idle_since = now
+        if self._unsaved is None:
+            self._unsaved = list(self._unsaved_blocks())
+        if self._unsaved:
+            live, block = self._unsaved.pop(0)
+            self._export(live, block)
+            return 0.0
+        if self._active:
+            self._advance(self._active[:1])
+            self._unsaved = None
+            return 0.0
+        if self._background:
+            job = self._background.popleft()
+            if not self._begin(job):
+                self._fail(job, EngineError("no cells are free for a background request"))
+            return 0.0
+        if not self._cache.unwritten:
+            return None
+        wait = self._idle_since + _WRITE_AFTER_IDLE - now
+        if wait > 0:
+            return wait
+        return 0.0 if self._cache.maintain(_WRITE_SLICE) else None
+
+    def _unsaved_blocks(self) -> Iterator[tuple[_Live, Any]]:
+        for live in self._idle_lives():
+            if live.kept:
+                for block in live.lease.unsaved():
+                    yield live, block
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    count = min(len(a), len(b))
+    different = np.flatnonzero(a[:count] != b[:count])
+    return int(different[0]) if different.size else count
+
+
+def _common_segments(a: Sequence[Segment], b: Sequence[Segment]) -> int:
+    """Up to which position two prompts' segments agree, so that their cells may be shared."""
+    position = 0
+    for left, right in zip(a, b, strict=False):
+        if (left.owner, left.salt) != (right.owner, right.salt):
+            return position
+        ends = [end for end in (left.end, right.end) if end is not None]
+        if left.end != right.end:
+            return min(ends)
+        if not ends:
+            break
+        position = ends[0]
+    return np.iinfo(np.int32).max

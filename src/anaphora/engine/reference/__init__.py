@@ -1,0 +1,1 @@
+"""The reference engine: a plain transformer in NumPy behind the engine protocol."""

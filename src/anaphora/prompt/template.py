@@ -1,0 +1,135 @@
+"""Chat templates: from a conversation to the text a model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from anaphora.clock import Clock, SystemClock
+from anaphora.errors import TemplateError
+from anaphora.prompt.sandbox import BASE_BUDGET, BUDGET_FACTOR, Budget, ChatEnvironment, limited
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Used for a model that brings no template, as llama.cpp does."""
+
+_MAX_SOURCE = 1 << 20
+_MAX_MESSAGE = 500
+
+
+def read_template(path: Path) -> str:
+    """The source of an override file.
+
+    :raises TemplateError: the file cannot be read or is no UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise TemplateError(f"cannot read the chat template {path}: {error}") from error
+
+
+class ChatTemplate:
+    """A compiled template. Safe to use from several threads.
+
+    Templates see what Hugging Face's ``apply_chat_template`` shows them: ``messages``, ``tools``,
+    ``documents``, ``add_generation_prompt``, ``bos_token``, ``eos_token`` and any further option;
+    ``raise_exception`` and ``strftime_now`` (local time).
+
+    :param source: Jinja source, at most 1 MiB.
+    :param bos: text of the BOS token, ``""`` if the model has none; ``eos`` likewise.
+    :raises TemplateError: the source does not compile.
+    """
+
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", clock: Clock | None = None
+    ) -> None:
+        if len(source) > _MAX_SOURCE:
+            raise TemplateError("the chat template is larger than 1 MiB")
+        self.source = source
+        self._clock = clock or SystemClock()
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        environment = ChatEnvironment()
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = self._now
+        try:
+            with limited(BASE_BUDGET):
+                self._template = environment.from_string(source)
+        except Exception as error:  # hostile sources fail in every way a compiler can
+            raise TemplateError(
+                f"the chat template does not compile: {_one_line(error)}"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of ``messages``.
+
+        :raises TemplateError: the template refuses the conversation, breaks, breaks a rule of the
+            sandbox, or does more work than :mod:`anaphora.prompt.sandbox` allows.
+        """
+        variables = {
+            **self._tokens,
+            "documents": None,
+            **(options or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        weight = _Scale()
+        weight.weigh(variables)
+        try:
+            with limited(BASE_BUDGET + BUDGET_FACTOR * weight.units):
+                return self._template.render(variables)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template can raise anything
+            raise TemplateError(f"the chat template failed: {_one_line(error)}") from error
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether content has to be a list of typed parts: a string would not be shown."""
+        probe = "anaphora-probe"
+        parts = [{"type": "text", "text": probe}]
+        return not self._shows(probe, probe) and self._shows(probe, parts)
+
+    def _shows(self, probe: str, content: Any) -> bool:
+        try:
+            return probe in self.render([{"role": "user", "content": content}])
+        except TemplateError:
+            return False
+
+    def _now(self, form: str) -> str:
+        return datetime.fromtimestamp(self._clock.now()).strftime(str(form)[:200])
+
+
+class _Scale(Budget):
+    """Counts units instead of limiting them."""
+
+    def __init__(self) -> None:
+        self.units = 0
+
+    def spend(self, units: int) -> None:
+        self.units += units
+
+
+def _refuse(message: Any = "") -> NoReturn:
+    raise TemplateError(_one_line(message) or "the chat template refuses the conversation")
+
+
+def _one_line(message: Any) -> str:
+    text = " ".join(str(message)[: 2 * _MAX_MESSAGE].split())
+    if isinstance(message, Exception):
+        text = f"{type(message).__name__}: {text}" if text else type(message).__name__
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."

@@ -1,0 +1,181 @@
+"""From a conversation to tokens, and where each message and content part ends among them.
+
+The rendered text is tokenized whole, as the reference pipeline does it: it is cut only at the
+template's own control tokens, never at the edges of messages or parts, so the tokens do not depend
+on where somebody wants to know a position. Text from the conversation never becomes a control
+token (:mod:`anaphora.prompt.guard`). What a vocabulary calls a *user-defined* token (``<think>``
+in some models) is text by that measure and is recognized wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anaphora.cache.keys import Tokens
+from anaphora.clock import Clock
+from anaphora.prompt.boundaries import Boundaries, Places
+from anaphora.prompt.conversation import Conversation, Plain, well_formed
+from anaphora.prompt.guard import ControlTokens, Guard, strings, unused_characters
+from anaphora.prompt.layout import Layout, PieceCache
+from anaphora.prompt.marks import (
+    ALPHABET,
+    CallEdge,
+    Edge,
+    Marks,
+    called_name,
+    edges,
+    with_called_name,
+)
+from anaphora.prompt.template import CHATML, ChatTemplate
+from anaphora.vocabulary import Vocabulary
+
+_MARKED_RENDERINGS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    tokens: Tokens
+    text: str
+    """What the template wrote; a BOS token that was added does not show in it."""
+    boundaries: tuple[Boundaries, ...]
+    """One for each message. Positions never decrease."""
+
+
+def encode_text(vocabulary: Vocabulary, text: str) -> Tokens:
+    """Tokens of a raw prompt: BOS where the model wants one; control tokens are not parsed."""
+    tokens = vocabulary.encode(well_formed(text))
+    if vocabulary.add_bos and vocabulary.bos is not None:
+        tokens.insert(0, vocabulary.bos)
+    return np.array(tokens, dtype=np.int32)
+
+
+class Renderer:
+    """Turns conversations into prompts for one model. Safe to use from several threads.
+
+    :param template: source of the chat template; ``None``: ChatML.
+    :raises TemplateError: the template does not compile.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None = None, *, clock: Clock | None = None
+    ) -> None:
+        texts = {token: text for text, token in vocabulary.control.items()}
+        self._vocabulary = vocabulary
+        self._control = ControlTokens(vocabulary.control)
+        self._pieces = PieceCache(vocabulary)
+        self._template = ChatTemplate(
+            CHATML if template is None else template,
+            bos="" if vocabulary.bos is None else texts.get(vocabulary.bos, ""),
+            eos="" if vocabulary.eos is None else texts.get(vocabulary.eos, ""),
+            clock=clock,
+        )
+
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Plain] | None = None,
+    ) -> Prompt:
+        """The prompt of ``conversation``.
+
+        :param add_generation_prompt: end with the opening of the model's next answer.
+        :param options: further variables for the template (``enable_thinking``, ...).
+        :raises TemplateError: see :meth:`anaphora.prompt.template.ChatTemplate.render`.
+        :raises PromptError: the conversation leaves no character to guard it with.
+        """
+        request = _Request(
+            self._template, self._control, conversation, add_generation_prompt, options or {}
+        )
+        guarded = request.render()
+        layout = Layout(
+            self._vocabulary, self._control, self._pieces, guarded, request.guard.character
+        )
+        places = Places(guarded, conversation.messages, request.positions(guarded))
+        found = places.boundaries(layout, self._vocabulary.end_of_generation)
+        return Prompt(layout.tokens, layout.text, found)
+
+
+class _Request:
+    """One conversation on its way through the template, guarded."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        control: ControlTokens,
+        conversation: Conversation,
+        add_generation_prompt: bool,
+        options: Mapping[str, Plain],
+    ) -> None:
+        self._template = template
+        self._messages = conversation.messages
+        self._add_generation_prompt = add_generation_prompt
+        texts = [template.source, *strings([conversation.tools, options])]
+        for message in self._messages:
+            texts += [message.role, *(part.text for part in message.content)]
+            texts += strings(message.fields)
+        guard, *alphabet = unused_characters(texts, 1 + ALPHABET)
+        self.guard = Guard(control, guard)
+        self._tools = self.guard.value(conversation.tools)
+        self._options = self.guard.value(options)
+        self._fields = [self.guard.value(message.fields) for message in self._messages]
+        self._edges = list(edges(self._messages, joined=not template.wants_parts))
+        self._marks = Marks(alphabet, len(self._edges))
+
+    def render(self, marked: Sequence[int] = ()) -> str:
+        """The guarded text, with a mark at each of the edges given by number."""
+        of_message: dict[int, list[int]] = {}
+        for number in marked:
+            of_message.setdefault(self._edges[number].message, []).append(number)
+        return self._template.render(
+            [self._render_input(i, of_message.get(i, ())) for i in range(len(self._messages))],
+            tools=self._tools,
+            add_generation_prompt=self._add_generation_prompt,
+            options=self._options,
+        )
+
+    def positions(self, guarded: str) -> dict[Edge | CallEdge, int | None]:
+        """Where in ``guarded`` the edges lie; ``None`` where the template dropped the mark.
+
+        Some templates compare or cut content, so that a mark changes what they write. Then the
+        edges are tried in halves, and those that cannot be marked are missing from the result.
+        """
+        accepted: list[int] = []
+        found: dict[int, int] = {}
+        waiting = [list(range(len(self._edges)))] if self._edges else []
+        for _ in range(_MARKED_RENDERINGS):
+            if not waiting:
+                break
+            group = waiting.pop(0)
+            plain, places = self._marks.take_out(self.render([*accepted, *group]))
+            if plain == guarded:
+                accepted += group
+                found = places
+            elif len(group) > 1:
+                middle = len(group) // 2
+                waiting += [group[:middle], group[middle:]]
+        return {self._edges[number]: found.get(number) for number in accepted}
+
+    def _render_input(self, index: int, marked: Sequence[int]) -> dict[str, Any]:
+        message, fields = self._messages[index], self._fields[index]
+        marks: dict[int, list[tuple[int, str]]] = {}
+        for number in marked:
+            edge, mark = self._edges[number], self._marks.write(number)
+            if isinstance(edge, Edge):
+                part = edge.part if self._template.wants_parts else 0
+                marks.setdefault(part, []).append((edge.offset, mark))
+            else:
+                fields = with_called_name(fields, (called_name(fields) or "") + mark)
+        content: str | list[dict[str, str]]
+        if self._template.wants_parts:
+            content = [
+                {"type": "text", "text": self.guard.text(part.text, marks.get(number, ()))}
+                for number, part in enumerate(message.content)
+            ]
+        else:
+            content = self.guard.text(message.text, marks.get(0, ()))
+        return {**fields, "role": self.guard.role(message.role), "content": content}

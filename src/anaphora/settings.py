@@ -1,0 +1,76 @@
+"""Every setting of a model and its cache, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from anaphora.errors import SettingsError
+
+DEFAULT_CACHE_DIR = Path("~/.cache/anaphora")
+
+FlashAttention = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter applied for as long as the model is loaded."""
+
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Defaults need no thought; ``None`` means: chosen from what the machine and the model are."""
+
+    cache_dir: Path | None = DEFAULT_CACHE_DIR
+    """Folder of the disk tier; ``None``: memory only."""
+    memory_budget: int | None = None
+    """Bytes of the memory tier. Default: a quarter of the memory available at start."""
+    disk_budget: int | None = None
+    """Bytes of the disk tier, for this model. Default: half of the free space, at most 64 GiB."""
+    block_size: int = 256
+    """Tokens per cached block; a multiple of 64."""
+    exact: bool = False
+    """One request at a time, and a hit's logits equal a cold run's bit for bit."""
+    context_size: int | None = None
+    """Tokens one sequence can hold. Default: what the model was trained for, if memory allows."""
+    parallel: int = 4
+    """Requests computed at the same time."""
+    reserve_tokens: int = 1024
+    """Cells set aside for an answer at the start; longer answers grow in steps."""
+    threads: int | None = None
+    gpu_layers: int | None = None
+    """Layers on the GPU. Default: all of them in a build that can, none in one that can't."""
+    kv_type: str = "f16"
+    """``K[,V]``, for example ``q8_0`` or ``q8_0,f16``."""
+    flash_attn: FlashAttention = "auto"
+    """``auto``: on with a GPU, off on the CPU. Part of the cache's identity: it changes layout."""
+    chat_template: Path | None = None
+    """A Jinja file used instead of the model's own template."""
+    adapters: tuple[Adapter, ...] = ()
+    llama: Mapping[str, object] = field(default_factory=dict)
+    """llama.cpp's own model and context parameters by name, passed through."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 64 or self.block_size % 64:
+            raise SettingsError(
+                f"block_size is {self.block_size}: use a multiple of 64, for example 256"
+            )
+        if self.parallel < 1:
+            raise SettingsError(f"parallel is {self.parallel}: use 1 or more")
+        if self.context_size is not None and self.context_size < 64:
+            raise SettingsError(f"context_size is {self.context_size}: use 64 or more tokens")
+        if self.reserve_tokens < 1:
+            raise SettingsError(f"reserve_tokens is {self.reserve_tokens}: use 1 or more")
+        if self.threads is not None and self.threads < 1:
+            raise SettingsError(f"threads is {self.threads}: use 1 or more")
+        if self.flash_attn not in ("auto", "on", "off"):
+            raise SettingsError(f"flash_attn is {self.flash_attn!r}: use auto, on or off")
+        for name in ("memory_budget", "disk_budget"):
+            budget = getattr(self, name)
+            if budget is not None and budget < 0:
+                raise SettingsError(f"{name} is {budget}: use 0 or more bytes")
