@@ -60,6 +60,8 @@ class Options:
     """Tokens a sliding-window layer sees."""
     alignment: int | None = None
     """Bytes; ``None``: not said in the file, which means 32."""
+    tensors_per_file: int = 0
+    """Split the model into files of so many; 0: one file."""
     pre: str = "default"
     """Name of the pre-tokenizer."""
     user_defined: bool = False
@@ -74,7 +76,7 @@ class _Model:
         self.layers = layers if options.layers is None else options.layers
         self._arch = arch
         self._random = np.random.default_rng(options.seed)
-        self._gguf = writer = GGUFWriter(path, arch)
+        self._gguf = writer = GGUFWriter(path, arch, split_max_tensors=options.tensors_per_file)
         if options.alignment is not None:
             writer.add_custom_alignment(options.alignment)
         writer.add_name(f"tiny-{arch}")
@@ -274,9 +276,9 @@ KINDS: dict[str, Callable[[Path, Options], None]] = {
 
 
 def write_model(path: Path, kind: str = "llama", options: Options = Options()) -> Path:
-    """Write a random model of ``kind`` (see :data:`KINDS`) to ``path``, and return it."""
+    """Write a random model of ``kind`` (see :data:`KINDS`); returns ``path``, or its first part."""
     KINDS[kind](path, options)
-    return path
+    return path if path.exists() else next(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def write_adapter(path: Path, *, rank: int = 4, alpha: float = 8.0, seed: int = 1) -> Path:

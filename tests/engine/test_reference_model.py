@@ -103,6 +103,7 @@ def agree(llama: LlamaCpp, reference: Reference, tokens: list[int], count: int) 
         {"tied": True},
         {"rope_frequencies": True},
         {"heads": 4, "kv_heads": 4},
+        {"tensors_per_file": 8},
         {"heads": 6, "kv_heads": 2, "layers": 3},
     ],
 )

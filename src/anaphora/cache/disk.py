@@ -1,14 +1,32 @@
-"""The disk tier (in progress)."""
+"""The disk tier: one folder per namespace, a file per part of a block, and an index of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from anaphora.cache.entries import Entry, EntryId
-from anaphora.cache.format import Header
+from anaphora.cache import files
+from anaphora.cache.catalog import Catalog, Changes, FileName, StoredEntry
+from anaphora.cache.entries import EntryId
+from anaphora.cache.format import FORMAT_VERSION, DamagedError, Header, Seals
 from anaphora.cache.index import Block
 from anaphora.cache.memory import Buffer
 from anaphora.cache.recency import Recency
+from anaphora.clock import Clock
+from anaphora.errors import CacheBusyError, CacheDirectoryError
+
+RETRY_SECONDS = 30.0
+"""After a write failed (a full disk, mostly), how long until the next is tried."""
+
+_log = logging.getLogger(__name__)
 
 
 class File:
@@ -33,30 +51,379 @@ class File:
         return self.header.exact
 
 
+@dataclass(slots=True)
+class Recovered:
+    """What an earlier process left in the namespace."""
+
+    files: list[tuple[Header, float]] = field(default_factory=list)
+    """With their last use (seconds since the epoch)."""
+    missing: list[Header] = field(default_factory=list)
+    """In the index, but the file is gone."""
+    entries: list[StoredEntry] = field(default_factory=list)
+    damaged: int = 0
+    """Files that were not what they should be; they are removed."""
+    complete: bool = True
+    """Whether the index was whole; else there may have been more entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Paths inside a namespace folder."""
+
+    folder: Path
+
+    @property
+    def description(self) -> Path:
+        return self.folder / "namespace.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "lock"
+
+    @property
+    def secret(self) -> Path:
+        return self.folder / "mac.key"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "index.sqlite"
+
+    @property
+    def blocks(self) -> Path:
+        return self.folder / "blocks"
+
+    def block(self, key: bytes, part: str) -> Path:
+        name = key.hex()
+        return self.blocks / name[:2] / f"{name}.{part}"
+
+    def listing(self) -> Iterator[tuple[os.DirEntry[str], FileName | None]]:
+        """Everything where block files are, and which file it is by its name."""
+        for shelf in _entries(self.blocks):
+            for entry in _entries(shelf.path):
+                key, _, part = entry.name.partition(".")
+                try:
+                    name = bytes.fromhex(key), part
+                except ValueError:
+                    name = b"", ""
+                ours = bool(part) and not part.endswith(files.TEMPORARY) and len(name[0]) == 32
+                yield entry, name if ours and shelf.name == key[:2] else None
+
+
 class DiskTier:
-    budget: int
-    used: int
-    held: Recency[File]
-    ready: bool
-    bytes_written: int
-    bytes_read: int
-    write_failures: int
-    touched: set[Block]
+    """The files of one namespace. One process at a time has it open."""
 
-    def commit(self, entries: object) -> None:
-        raise NotImplementedError
+    def __init__(self, layout: Layout, lock: int, seals: Seals, budget: int, clock: Clock) -> None:
+        """Use :meth:`open`."""
+        self.budget = budget
+        self.used = 0
+        """Bytes of all block files."""
+        self.held: Recency[File] = Recency(lambda block: bool(block.disk))
+        self.touched: set[Block] = set()
+        """Blocks used (with those before them) since the index was last written."""
+        self.bytes_written = 0
+        self.bytes_read = 0
+        self.write_failures = 0
+        self._layout = layout
+        self._lock = lock
+        self._seals = seals
+        self._clock = clock
+        self._retry_at = float("-inf")
+        self._catalog = self._open_catalog()
+        self._changed: set[File] = set()
+        self._dropped: set[FileName] = set()
+        self._entries: dict[EntryId, StoredEntry] = {}
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @staticmethod
+    def open(
+        cache_dir: Path,
+        root: bytes,
+        identity: Mapping[str, str],
+        budget: int,
+        clock: Clock,
+        model: str = "",
+    ) -> DiskTier:
+        """Open the namespace of ``root`` in ``cache_dir``, made if it isn't there.
+
+        ``budget`` in bytes; ``identity`` and ``model`` only describe the namespace to people.
+        Raises :class:`CacheBusyError` while another process has it open, and
+        :class:`CacheDirectoryError` where it cannot be made or written.
+        """
+        layout = Layout(Path(cache_dir) / namespace_name(root))
+        try:
+            for folder in (Path(cache_dir), layout.folder, layout.blocks):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = lock_namespace(layout)
+            try:
+                _describe(layout, root, identity, model, clock)
+                seals = Seals(_secret(layout.secret))
+            except OSError:
+                os.close(lock)
+                raise
+        except OSError as error:
+            raise CacheDirectoryError(
+                f"the cache folder {layout.folder} cannot be used ({error.strerror}): "
+                "make it writable, or choose another with --cache-dir"
+            ) from error
+        return DiskTier(layout, lock, seals, budget, clock)
+
+    # Files
+
+    @property
+    def ready(self) -> bool:
+        """False for a while after a write failed."""
+        return self._clock.now() >= self._retry_at
 
     def file_bytes(self, buffer: Buffer) -> int:
-        raise NotImplementedError
+        """By how much writing a buffer makes the tier larger."""
+        older = buffer.block.disk.get(buffer.part)
+        return self._header(buffer, b"").file_bytes - (older.header.file_bytes if older else 0)
 
     def put(self, buffer: Buffer) -> bool:
-        raise NotImplementedError
+        """Write a buffer to disk. False: it couldn't be written, and ``ready`` is false now."""
+        block, part = buffer.block, buffer.part
+        header = self._header(buffer, self._seals.payload(buffer.view))
+        path = self._layout.block(block.key, part)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.write_block(path, header, self._seals, buffer.memory)
+        except (OSError, DamagedError) as error:
+            if not self.write_failures:
+                _log.warning("cannot write to the cache folder: %s", error)
+            self.write_failures += 1
+            self._retry_at = self._clock.now() + RETRY_SECONDS
+            return False
+        older = block.disk.get(part)
+        if older is not None:
+            self._forget(older)
+        file = File(block, header)
+        self.hold(file)
+        self._changed.add(file)
+        self.bytes_written += header.file_bytes
+        return True
 
-    def read(self, file: File, buffer: Buffer) -> None:
-        raise NotImplementedError
+    def hold(self, file: File) -> None:
+        """A block has these bytes on disk."""
+        file.block.disk[file.part] = file
+        self.held.add(file)
+        self.used += file.header.file_bytes
+
+    def read(self, file: File, buffer: Buffer) -> Header:
+        """Fill ``buffer`` from disk; returns the file's own header. May run in any thread.
+
+        Raises :class:`DamagedError`, and ``OSError`` where the file is gone or unreadable.
+        """
+        path = self._layout.block(file.header.block.key, file.part)
+        return files.read_block(path, file.header, self._seals, buffer.memory)
 
     def drop(self, file: File) -> None:
-        raise NotImplementedError
+        """Delete a file."""
+        self._forget(file)
+        self._dropped.add((file.block.key, file.part))
+        files.remove(self._layout.block(file.block.key, file.part))
+
+    def _forget(self, file: File) -> None:
+        del file.block.disk[file.part]
+        self.held.remove(file)
+        self.used -= file.header.file_bytes
+        self._changed.discard(file)
+
+    def _header(self, buffer: Buffer, payload_seal: bytes) -> Header:
+        return Header(
+            buffer.block.id,
+            buffer.part,
+            buffer.decoded_from,
+            buffer.exact,
+            buffer.size,
+            payload_seal,
+        )
+
+    # The index
+
+    def recover(self) -> Recovered:
+        """What is on disk, without reading a single payload."""
+        found = Recovered(complete=not self._catalog.is_new)
+        unlisted: dict[FileName, os.DirEntry[str]] = {}
+        for entry, name in self._layout.listing():
+            if name is None:
+                if entry.name.endswith(files.TEMPORARY):
+                    files.remove(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                unlisted[name] = entry
+            else:
+                files.remove(Path(entry.path))
+                found.damaged += 1
+        self._recover_index(found, unlisted)
+        for (key, part), entry in unlisted.items():
+            found.complete = False
+            try:
+                header = files.read_header(Path(entry.path), self._seals)
+                if (header.block.key, header.part) != (key, part):
+                    raise DamagedError("a file under another's name")
+                found.files.append((header, entry.stat().st_mtime))
+            except (OSError, DamagedError):
+                files.remove(Path(entry.path))
+                found.damaged += 1
+        return found
+
+    def _recover_index(self, found: Recovered, unlisted: dict[FileName, os.DirEntry[str]]) -> None:
+        """Take from the index what is whole, and off ``unlisted`` the files it knows."""
+        try:
+            for row in self._catalog.files():
+                if row is None:
+                    found.complete = False
+                elif unlisted.pop((row[0].block.key, row[0].part), None) is None:
+                    found.missing.append(row[0])
+                else:
+                    found.files.append(row)
+            for stored in self._catalog.entries():
+                if stored is None:
+                    found.complete = False
+                else:
+                    found.entries.append(stored)
+        except sqlite3.Error as error:
+            _log.warning("the cache index is damaged and made again: %s", error)
+            found.complete = False
+            self._catalog = self._new_catalog()
+        if not found.complete:
+            self._catalog = self._new_catalog()
+
+    def commit(self, entries: Mapping[EntryId, StoredEntry | None]) -> None:
+        """Write to the index what changed; ``None`` for an entry that ended."""
+        for entry_id, stored in entries.items():
+            if stored is None:
+                self._entries.pop(entry_id, None)
+            else:
+                self._entries[entry_id] = stored
+        used = {block for touched in self.touched for block in touched.chain()}
+        changed = self._changed.union(*(block.disk.values() for block in used))
+        ended = [entry_id for entry_id, stored in entries.items() if stored is None]
+        kept = [(entry_id, stored) for entry_id, stored in entries.items() if stored is not None]
+        if changed or self._dropped or entries:
+            rows = [(file.header, file.block.last_used) for file in changed]
+            self._apply(Changes(rows, self._dropped, kept, ended))
+        self.touched.clear()
+        self._changed.clear()
+        self._dropped.clear()
+
+    def close(self) -> None:
+        """Let another process have the namespace."""
+        self._catalog.close()
+        os.close(self._lock)
+
+    def _apply(self, changes: Changes) -> None:
+        try:
+            self._catalog.apply(changes)
+        except sqlite3.Error as error:
+            _log.warning("the cache index cannot be written and is made again: %s", error)
+            self._catalog = self._new_catalog()
+            rows = [(file.header, file.block.last_used) for file in self.held]
+            with contextlib.suppress(sqlite3.Error):  # the files' own headers are enough
+                self._catalog.apply(Changes(rows, (), self._entries.items(), ()))
+
+    def _open_catalog(self) -> Catalog:
+        try:
+            return Catalog(self._layout.index, self._seals)
+        except sqlite3.Error as error:
+            _log.warning("the cache index is damaged and made again: %s", error)
+            return self._new_catalog()
+
+    def _new_catalog(self) -> Catalog:
+        """An empty index, in memory where the disk has no room for one."""
+        with contextlib.suppress(AttributeError):
+            self._catalog.close()
+        for suffix in ("", "-wal", "-shm"):
+            files.remove(self._layout.index.with_name(self._layout.index.name + suffix))
+        try:
+            return Catalog(self._layout.index, self._seals)
+        except sqlite3.Error:
+            return Catalog(":memory:", self._seals)
+
+
+def namespace_name(root: bytes) -> str:
+    """Name of a namespace's folder."""
+    return root[:8].hex()
+
+
+def lock_namespace(layout: Layout) -> int:
+    """Take the lock; it is held until the descriptor is closed or the process ends.
+
+    Raises :class:`CacheBusyError` where another process has it, and ``OSError``.
+    """
+    fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise CacheBusyError(
+            f"process {lock_holder(layout) or 'unknown'} already uses the cache in "
+            f"{layout.folder}: stop it, or choose another folder with --cache-dir"
+        ) from error
+    with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def lock_holder(layout: Layout) -> int | None:
+    """Process id written into the lock file."""
+    try:
+        return int(layout.lock.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_secret(path: Path) -> bytes | None:
+    """The namespace's secret; ``None`` where it is missing or damaged."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        secret = os.read(fd, 33)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return secret if len(secret) == 32 else None
+
+
+def _secret(path: Path) -> bytes:
+    """The namespace's secret, made anew where it is lost: everything stored is a miss then."""
+    secret = read_secret(path)
+    if secret is None:
+        secret = os.urandom(32)
+        files.remove(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, secret)
+        finally:
+            os.close(fd)
+    return secret
+
+
+def _describe(
+    layout: Layout, root: bytes, identity: Mapping[str, str], model: str, clock: Clock
+) -> None:
+    """Write what the namespace is for, once, for people to read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads(layout.description.read_text()).get("root") == root.hex():
+            return
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock.now()))
+    description = {
+        "format": FORMAT_VERSION,
+        "model": model,
+        "created": created,
+        "root": root.hex(),
+        "identity": dict(identity),
+    }
+    temporary = layout.description.with_name(layout.description.name + files.TEMPORARY)
+    temporary.write_text(json.dumps(description, indent=2) + "\n")
+    temporary.rename(layout.description)
+
+
+def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

@@ -113,7 +113,7 @@ class Header:
 
 
 def header_bytes(data: bytes) -> int:
-    """Length of the header that ``data`` begins with. Raises :class:`DamagedError`."""
+    """Length (bytes) of the header that ``data`` begins with. Raises :class:`DamagedError`."""
     if len(data) < _FIXED.size:
         raise DamagedError("shorter than a header")
     magic, version, *_, n_tokens, n_owner, n_part = _FIXED.unpack_from(data)
@@ -134,32 +134,40 @@ class Seals:
 
         self._header, self._payload, self._entry = key("header"), key("payload"), key("entry")
 
-    def header(self, data: bytes) -> bytes:
-        return blake3(data, key=self._header).digest()
-
     def payload(self, data: memoryview) -> bytes:
         return blake3(data, key=self._payload).digest()
 
-    def entry(self, data: bytes) -> bytes:
-        return blake3(data, key=self._entry).digest()
+    def sealed_header(self, header: Header) -> bytes:
+        data = header.encode()
+        return data + blake3(data, key=self._header).digest()
+
+    def sealed_entry(self, data: bytes) -> bytes:
+        return data + blake3(data, key=self._entry).digest()
 
     def page(self, header: Header) -> bytes:
         """Everything before the payload."""
-        data = header.encode()
-        return (data + self.header(data)).ljust(header.page_bytes, b"\0")
+        return self.sealed_header(header).ljust(header.page_bytes, b"\0")
 
-    def open_header(self, data: bytes, seal: bytes) -> Header:
-        """The sealed header. Raises :class:`DamagedError`."""
-        if not hmac.compare_digest(self.header(data), seal):
+    def open_entry(self, sealed: bytes) -> bytes:
+        """The bytes under a seal. Raises :class:`DamagedError`."""
+        data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+        if not hmac.compare_digest(blake3(data, key=self._entry).digest(), seal):
+            raise DamagedError("entry with a broken seal")
+        return data
+
+    def open_header(self, sealed: bytes) -> Header:
+        """The header under a seal. Raises :class:`DamagedError`."""
+        data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+        if not hmac.compare_digest(blake3(data, key=self._header).digest(), seal):
             raise DamagedError("header with a broken seal")
         return Header.decode(data)
 
     def open_page(self, page: bytes) -> Header:
-        """The header in the bytes before a payload, which may run on. Raises DamagedError."""
-        size = header_bytes(page)
-        header = self.open_header(page[:size], page[size : size + SEAL_BYTES])
-        if any(page[size + SEAL_BYTES : header.page_bytes]):
-            raise DamagedError("bytes where there should be none")
+        """The header in the bytes before a payload, exactly. Raises :class:`DamagedError`."""
+        size = header_bytes(page) + SEAL_BYTES
+        header = self.open_header(page[:size])
+        if len(page) != header.page_bytes or any(page[size:]):
+            raise DamagedError("header that doesn't fill its pages with zeros")
         return header
 
     def check_payload(self, header: Header, payload: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from anaphora.cache.index import Block
@@ -33,6 +33,9 @@ class Recency(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._held)
 
     def __contains__(self, item: T) -> bool:
         return item in self._held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Places:
                 edge.part == len(messages[edge.message].content) - 1
             )
             if place is None:
-                if last:
+                if last and isinstance(edge, Edge):
                     self._dropped.add(edge.message)
                 continue
             if isinstance(edge, Edge):
@@ -60,6 +61,12 @@ class Places:
                 self._parts[edge.message][edge.part] = place
             if last:
                 self._anchors[edge.message] = place
+        later = sys.maxsize
+        self._limits: list[int] = []
+        """Where the text of the messages after each one begins to end."""
+        for anchor in reversed(self._anchors):
+            self._limits.insert(0, later)
+            later = later if anchor is None else min(later, anchor)
 
     def boundaries(self, layout: Layout, end_of_turn: frozenset[int]) -> tuple[Boundaries, ...]:
         """One for each message, never decreasing."""
@@ -87,11 +94,11 @@ class Places:
         if number in self._dropped:
             return None
         anchor = self._anchors[number]
-        limit = min((a for a in self._anchors[number + 1 :] if a is not None), default=None)
         direct = anchor is not None and "tool_calls" not in self._messages[number].fields
         start = max(reached, anchor or 0)
-        for _, stop, token in control[bisect_left(control, (start, 0, 0)) :]:
-            if limit is not None and stop > limit:
+        for index in range(bisect_left(control, (start, 0, 0)), len(control)):
+            _, stop, token = control[index]
+            if stop > self._limits[number]:
                 break
             if token in end_of_turn:
                 return stop

@@ -103,13 +103,14 @@ class Layout:
             place, before = end, token
         self._add_text(place, len(guarded), before, None)
         self._starts = [span.start for span in self._spans]
-        tokens = [span.tokens for span in self._spans]
+        none = np.empty(0, dtype=np.int32)
+        tokens: Tokens = np.concatenate([none, *(span.tokens for span in self._spans)])
         bos = vocabulary.bos
         self._added = 0
-        if vocabulary.add_bos and bos is not None and not (tokens and tokens[0][0] == bos):
-            tokens.insert(0, np.array([bos], dtype=np.int32))
+        if vocabulary.add_bos and bos is not None and tokens[:1].tolist() != [bos]:
+            tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
             self._added = 1
-        self.tokens: Tokens = np.concatenate([np.empty(0, dtype=np.int32), *tokens])
+        self.tokens = tokens
         self.tokens.flags.writeable = False
 
     @property

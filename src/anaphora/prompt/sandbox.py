@@ -147,10 +147,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if name not in _NO_FILTERS
         }
         self.filters |= {"_iterate": _iterate, "_weigh": _weigh, "_measure": _measure}
-        self.tests = {
-            name: _metered_test(function) if name in _DEEP_TESTS else function
-            for name, function in self.tests.items()
-        }
+        for name in _DEEP_TESTS:
+            self.tests[name] = _metered_test(self.tests[name])
         for name in _NO_GLOBALS:
             del self.globals[name]
 
@@ -251,7 +249,7 @@ class _Metering(NodeTransformer):
         return nodes.Const(node.data, lineno=node.lineno)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Expr | nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -561,8 +561,10 @@ class LlamaEngine:
             self._accept(job, job.sampler.sample(self._context.pointer, -1))
 
     def _decode(self, jobs: list[_Job]) -> None:
-        jobs = [job for job in jobs if self._grow(job)]
-        jobs = [job for job in jobs if job in self._active]  # growing may have parked others
+        for job in sorted(jobs, key=lambda job: job.order):
+            if job in self._active:  # not parked to make room for an older one
+                self._grow(job)
+        jobs = [job for job in jobs if job in self._active]
         if not jobs:
             return
         began = time.perf_counter()
@@ -586,14 +588,14 @@ class LlamaEngine:
         for job in jobs:
             job.decode_seconds += seconds
 
-    def _grow(self, job: _Job) -> bool:
-        """Make sure of a cell for the next token of ``job``; False: it was parked."""
+    def _grow(self, job: _Job) -> None:
+        """Make sure of a cell for the next token of ``job``, or park it."""
         live = job.live
         assert live is not None
         if live.length >= len(live.tokens):
             live.tokens = np.concatenate([live.tokens, np.empty(_GROWTH, dtype=np.int32)])
         if live.length < job.reserved:
-            return True
+            return
         more = min(_GROWTH, self._limit - live.length)
         while not self._make_room(more, _NOTHING):
             youngest = max(self._active, key=lambda other: other.order)
@@ -601,9 +603,8 @@ class LlamaEngine:
                 raise EngineError("the context has no cells left for the only running request")
             self._park(youngest)
             if youngest is job:
-                return False
+                return
         job.reserved = live.length + more
-        return True
 
     def _accept(self, job: _Job, token: int) -> None:
         if not job.generated:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +57,7 @@ class _Sequence:
     computed: int = 0
     """Tokens whose keys and values are in the cells: the first so many."""
     decoded_from: int | None = None
-    """The first of them that came from a decode step."""
+    """The first of them that came from a decode step; the later ones build on it."""
     lease: Lease | None = None
     started: bool = False
     prompt_computed: int = 0
@@ -70,6 +71,12 @@ class _Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
 
     def held(self) -> Tokens:
         """The tokens in the cells."""
@@ -182,13 +189,12 @@ class ReferenceEngine:
             return self._idle()
         self._vacate()
         self._running = sequence = queue.popleft()
-        now = time.perf_counter()
-        if not sequence.started:
-            sequence.seconds["queued"] = now - sequence.submitted
-        found = self._restore(sequence)
-        sequence.seconds["restore"] += time.perf_counter() - now
+        waited = time.perf_counter() - sequence.submitted
+        with sequence.timed("restore"):
+            found = self._restore(sequence)
         if not sequence.started:  # and not only coming back from being parked
             sequence.started = True
+            sequence.seconds["queued"] = waited
             self._emit_started(sequence, found)
         return 0.0
 
@@ -208,7 +214,7 @@ class ReferenceEngine:
                 if decoded_from is not None and decoded_from < sequence.computed:
                     if sequence.decoded_from is None:
                         sequence.decoded_from = decoded_from
-                    found["decoded"] += sequence.computed - decoded_from
+                    found["decoded"] += sequence.computed - max(decoded_from, piece.block.start)
         if cache is not None and hints.write:
             sequence.lease = cache.lease(hints.segments)
             sequence.lease.advance(sequence.held(), sequence.decoded_from)
@@ -221,33 +227,34 @@ class ReferenceEngine:
         """
         start, all_tokens = sequence.computed, len(sequence.tokens)
         end = min(all_tokens, start - start % CHUNK + CHUNK)
-        before = time.perf_counter()
-        vectors = self._transformer.forward(
-            np.array(sequence.tokens[start:end], np.int32), start, self._cells
-        )
-        sequence.computed = end
         in_prompt = max(0, min(end, sequence.prompt_length) - start)
+        phase = "prefill" if in_prompt else "decode"
+        with sequence.timed(phase):
+            chunk = np.array(sequence.tokens[start:end], np.int32)
+            vectors = self._transformer.forward(chunk, start, self._cells)
+        sequence.computed = end
         sequence.prompt_computed += in_prompt
         if in_prompt == 0 and end == start + 1 and sequence.decoded_from is None:
             sequence.decoded_from = start
-        if end == all_tokens:
-            self._generate(sequence, vectors[-1])
-        elif sequence.lease is not None:
-            sequence.lease.advance(sequence.held(), sequence.decoded_from)
-        sequence.seconds["prefill" if in_prompt else "decode"] += time.perf_counter() - before
+        if end < all_tokens:
+            if sequence.lease is not None:
+                sequence.lease.advance(sequence.held(), sequence.decoded_from)
+            return
+        with sequence.timed(phase):
+            logits = self._transformer.logits(vectors[-1])
+            if sequence.generated == 0:
+                if sequence.request.want_logits:
+                    sequence.prompt_logits = logits
+                self._promise(sequence, sequence.computed)
+            token = sequence.sampler.sample(logits, sequence.tokens)
+        self._answer(sequence, token)
 
-    def _generate(self, sequence: _Sequence, vector: Floats) -> None:
-        """All tokens are in the cells; ``vector`` is the last one's: choose the next."""
+    def _answer(self, sequence: _Sequence, token: int) -> None:
+        """``token`` was chosen: make it part of the answer, or end the answer."""
         request = sequence.request
-        logits = self._transformer.logits(vector)
-        if sequence.generated == 0:
-            if request.want_logits:
-                sequence.prompt_logits = logits.copy()
-            self._promise(sequence, sequence.computed)
-            if request.max_tokens == 0:
-                self._finish(sequence, "length")
-                return
-        token = sequence.sampler.sample(logits, sequence.tokens)
+        if request.max_tokens == 0:
+            self._finish(sequence, "length")
+            return
         if token in self._model.vocabulary.end_of_generation:
             self._finish(sequence, "end")
             return

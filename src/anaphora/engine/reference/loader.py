@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from anaphora.engine.identity import check_complete, model_digest
+from anaphora.engine.identity import check_complete, model_digest, model_files
 from anaphora.engine.reference.model import Floats, Layer, Shape, Transformer
 from anaphora.engine.reference.vocabulary import BytePairVocabulary, TokenTable
 from anaphora.errors import ModelFileError
@@ -37,8 +37,8 @@ def load(path: str | os.PathLike[str]) -> ReferenceModel:
     """
     digest = model_digest(path)
     check_complete(path)
-    reader = GGUFReader(os.fspath(path))
-    metadata = _Metadata(path, reader)
+    readers = [GGUFReader(file) for file in model_files(path)]
+    metadata = _Metadata(path, readers[0])
     architecture = metadata.text("general.architecture")
     if architecture != "llama":
         raise ModelFileError(
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str]) -> ReferenceModel:
     )
     return ReferenceModel(
         name=metadata.text("general.name", "unnamed"),
-        transformer=_transformer(metadata, _Tensors(path, reader)),
+        transformer=_transformer(metadata, _Tensors(path, readers)),
         vocabulary=BytePairVocabulary(table),
         identity={"engine": "reference", "epoch": "1", "model": digest, "kv": "f32"},
     )
@@ -100,9 +100,9 @@ class _Metadata:
 class _Tensors:
     """Hands out tensors by name, and knows which were never asked for."""
 
-    def __init__(self, path: str | os.PathLike[str], reader: GGUFReader) -> None:
+    def __init__(self, path: str | os.PathLike[str], readers: Sequence[GGUFReader]) -> None:
         self._path = path
-        self._left = {tensor.name: tensor for tensor in reader.tensors}
+        self._left = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
 
     def __contains__(self, name: str) -> bool:
         return f"{name}.weight" in self._left
