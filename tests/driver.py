@@ -76,6 +76,7 @@ class Driver:
     def __init__(self, make: Callable[[Emit, ManualClock], Engine]) -> None:
         self.clock = ManualClock()
         self._results: dict[str, Result] = {}
+        self._closed = False
         self.engine = make(self._route, self.clock)
 
     def _route(self, event: Event) -> None:
@@ -133,4 +134,6 @@ class Driver:
         raise AssertionError("the engine does not come to rest")
 
     def close(self) -> None:
-        self.engine.close()
+        if not self._closed:
+            self._closed = True
+            self.engine.close()

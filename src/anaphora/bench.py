@@ -356,10 +356,7 @@ def _eight(engine: _Engine, tokens: Tokens, salt: str) -> list[float]:
     """Decode steps of sequences that continue one shared prefix, all of them generating."""
     engine.run([engine.request(tokens[:SHARED], 0, salt)])
     runs = engine.run(
-        [
-            engine.request(_continued(tokens, number), DECODED, salt)
-            for number in range(SEQUENCES)
-        ]
+        [engine.request(_continued(tokens, number), DECODED, salt) for number in range(SEQUENCES)]
     )
     # All generate together from the time the last one has its first token.
     return [step for run in runs[-1:] for step in run.steps[1 : DECODED // 2]]

@@ -38,8 +38,8 @@ from anaphora.engine.protocol import (
 )
 from anaphora.errors import EngineError, TemplateError
 from anaphora.prompt.conversation import Conversation, Message
-from anaphora.prompt.template import ChatTemplate, read_template
-from anaphora.prompt.tokens import Prompt, encode_text, render
+from anaphora.prompt.template import read_template
+from anaphora.prompt.tokens import Prompt, Renderer, encode_text
 from anaphora.settings import DEFAULT_CACHE_DIR, Settings
 from anaphora.vocabulary import Vocabulary
 
@@ -178,20 +178,19 @@ class Model:
         settings: Settings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Load the model at ``path``; see :func:`~anaphora.engine.llamacpp.load.load_engine`
-        for the errors this raises. A broken chat template shows when it is first used.
+        """Load the model at ``path``; see :func:`~anaphora.engine.llamacpp.load.load_engine` for
+        the errors this raises, and :class:`~anaphora.errors.TemplateError` for a template that
+        does not compile.
         """
         self.path = path
         self.settings = settings or Settings()
         self._clock = clock or SystemClock()
-        self._host = EngineHost(
-            lambda emit: load_engine(path, self.settings, emit, self._clock)
-        )
+        self._host = EngineHost(lambda emit: load_engine(path, self.settings, emit, self._clock))
         try:
             source = self._host.info.chat_template
             if self.settings.chat_template is not None:
                 source = read_template(self.settings.chat_template)
-            self._template = ChatTemplate(source, self._host.vocabulary, self._clock)
+            self._renderer = Renderer(self._host.vocabulary, source, clock=self._clock)
         except BaseException:
             self._host.close()
             raise
@@ -224,15 +223,22 @@ class Model:
     def vocabulary(self) -> Vocabulary:
         return self._host.vocabulary
 
-    def tokenize(self, prompt: str | Sequence[int]) -> Tokens:
+    def tokenize(self, prompt: str | Sequence[int] | Tokens) -> Tokens:
         """Tokens of a raw prompt, shape (n,). Text never becomes a control token."""
         if isinstance(prompt, str):
             return encode_text(self.vocabulary, prompt)
         return np.asarray(prompt, dtype=np.int32)
 
-    def render(self, messages: Iterable[MessageLike], **options: Any) -> Prompt:
-        """The prompt of a conversation: its tokens, and where messages and their parts end."""
-        return render(self._template, Conversation.parse(messages), **options)
+    def render(
+        self, messages: Iterable[MessageLike], *, add_generation_prompt: bool = True
+    ) -> Prompt:
+        """The prompt of a conversation: its tokens, and where messages and their parts end.
+
+        Raises :class:`~anaphora.errors.TemplateError` and :class:`~anaphora.errors.PromptError`.
+        """
+        return self._renderer.render(
+            Conversation.parse(messages), add_generation_prompt=add_generation_prompt
+        )
 
     def stream(
         self,

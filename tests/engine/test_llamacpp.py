@@ -40,7 +40,7 @@ def open_driver(tiny_llama: Path, tmp_path: Path) -> Iterator[Open]:
 
     def open_(path: Path = tiny_llama, **settings: object) -> Driver:
         values: dict[str, object] = {
-            "cache_dir": None,
+            "cache_dir": tmp_path / "cache",
             "memory_budget": 64 << 20,
             "disk_budget": 256 << 20,
             "context_size": 4096,
@@ -161,8 +161,8 @@ class TestHits:
         first.close()
         second = open_driver()
         hit = second.run([*tokens[:500], *answer, 1], 1)
-        assert hit.found.disk == 799
-        assert hit.found.decoded == 299
+        assert hit.found.disk == 500 + len(answer) - 1
+        assert hit.found.decoded == len(answer) - 1 > 100
 
     def test_no_tokens_wanted_fills_the_cache(self, open_driver: Open, tokens) -> None:
         driver = open_driver()
@@ -430,6 +430,7 @@ class TestManyAtOnce:
         assert all(len(r.of(Started)) == 1 for r in results)
         recomputed = sum(r.done.computed_tokens for r in results) - 900
         assert (recomputed > 0) == (memory_budget == 0)
+
 
 class TestCancelling:
     def test_an_aborted_prefill_leaves_its_finished_blocks(self, open_driver: Open, tokens) -> None:

@@ -137,7 +137,7 @@ QWEN3 = """\
 
 PHI3 = """\
 {% for message in messages %}
-    {{ '<|' + message['role'] + '|>' + '\\n' + message['content'] + '<|end|>\\n' }}
+{{ '<|' + message['role'] + '|>' + '\\n' + message['content'] + '<|end|>\\n' }}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 

@@ -17,7 +17,7 @@ from tests.prompt.families import Loaded
 Dict = dict[str, Any]
 
 with_fixtures = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -75,7 +75,8 @@ def test_bos_is_added_where_the_model_wants_it_and_the_template_has_none(
     prompt = render(Renderer(one.vocabulary, one.template), *CHAT)
     assert prompt.tokens[0] == one.vocabulary.bos
     assert prompt.tokens.tolist().count(one.vocabulary.bos) == 1
-    assert prompt.boundaries[0].end == len(one.parse(prompt.text.split("\n<|user|>")[0])) + 1
+    first_message = prompt.text[: prompt.text.index("<|end|>") + len("<|end|>")]
+    assert prompt.boundaries[0].end == len(one.parse(first_message)) + 1
 
 
 def test_white_space_after_a_swallowing_control_token_is_gone(
@@ -220,11 +221,12 @@ def test_message_ends_after_its_end_of_turn_token(smol: Loaded) -> None:
         assert one.parts == (one.end - 1,)
 
 
-@pytest.mark.parametrize("later", [(), (user("Something else"), assistant("Good."))])
+@pytest.mark.parametrize("more", [(), (assistant("Good."), user("And?"))])
 def test_tokens_up_to_a_message_stay_when_later_messages_change(
-    family: Loaded, renderer: Renderer, later: tuple[Dict, ...]
+    family: Loaded, renderer: Renderer, more: tuple[Dict, ...]
 ) -> None:
-    first, second = render(renderer, *CHAT), render(renderer, *CHAT[:3], *later)
+    first = render(renderer, *CHAT)
+    second = render(renderer, *CHAT[:3], user("Something else"), *more)
     end = first.boundaries[2].end
     assert end is not None
     assert second.boundaries[2].end == end
@@ -421,7 +423,7 @@ def test_template_that_wants_parts_gets_them(smol: Loaded) -> None:
     assert prompt.text == "user:a <||im_end|> b |<|im_end|>user:<|im_end|>"
     assert smol.control_in(prompt.tokens) == [smol.vocabulary.control["<|im_end|>"]] * 2
     first, second = prompt.boundaries[0].parts
-    assert smol.show(prompt.tokens[:second]).endswith("im_end|> b ")
+    assert smol.show(prompt.tokens[:second]).endswith("im_end|> b")
     assert first is not None
 
 

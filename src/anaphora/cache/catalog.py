@@ -52,11 +52,15 @@ class StoredEntry:
 class Changes:
     """What is written to the index at once."""
 
-    files: Iterable[tuple[Header, float]]
+    files: Iterable[tuple[Header, float]] = ()
     """With their last use (seconds since the epoch)."""
-    dropped_files: Iterable[FileName]
-    entries: Iterable[tuple[EntryId, StoredEntry]]
-    dropped_entries: Iterable[EntryId]
+    dropped_files: Iterable[FileName] = ()
+    uses: Iterable[tuple[float, bytes, str]] = ()
+    """Last use, block key, part."""
+    entries: Iterable[tuple[EntryId, StoredEntry]] = ()
+    dropped_entries: Iterable[EntryId] = ()
+    only_these_entries: bool = False
+    """All other entries go."""
 
 
 class Catalog:
@@ -118,6 +122,11 @@ class Catalog:
                     for header, last_used in changes.files
                 ),
             )
+            database.executemany(
+                "UPDATE files SET last_used = ? WHERE key = ? AND part = ?", changes.uses
+            )
+            if changes.only_these_entries:
+                database.execute("DELETE FROM entries")
             database.executemany(
                 "DELETE FROM entries WHERE id = ?",
                 ((_row_id(entry_id),) for entry_id in changes.dropped_entries),

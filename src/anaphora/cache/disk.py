@@ -55,8 +55,10 @@ class File:
 class Recovered:
     """What an earlier process left in the namespace."""
 
-    files: list[tuple[Header, float]] = field(default_factory=list)
-    """With their last use (seconds since the epoch)."""
+    listed: list[tuple[Header, float]] = field(default_factory=list)
+    """Files that the index knows, with their last use (seconds since the epoch)."""
+    unlisted: list[tuple[Header, float]] = field(default_factory=list)
+    """Files that it doesn't, by their own headers."""
     missing: list[Header] = field(default_factory=list)
     """In the index, but the file is gone."""
     entries: list[StoredEntry] = field(default_factory=list)
@@ -132,6 +134,8 @@ class DiskTier:
         self._changed: set[File] = set()
         self._dropped: set[FileName] = set()
         self._entries: dict[EntryId, StoredEntry] = {}
+        self._entries_are_known = False
+        """Whether the index has these entries and no others."""
 
     @staticmethod
     def open(
@@ -174,9 +178,8 @@ class DiskTier:
         return self._clock.now() >= self._retry_at
 
     def file_bytes(self, buffer: Buffer) -> int:
-        """By how much writing a buffer makes the tier larger."""
-        older = buffer.block.disk.get(buffer.part)
-        return self._header(buffer, b"").file_bytes - (older.header.file_bytes if older else 0)
+        """Size of the file that a buffer makes."""
+        return self._header(buffer, b"").file_bytes
 
     def put(self, buffer: Buffer) -> bool:
         """Write a buffer to disk. False: it couldn't be written, and ``ready`` is false now."""
@@ -195,17 +198,17 @@ class DiskTier:
         older = block.disk.get(part)
         if older is not None:
             self._forget(older)
-        file = File(block, header)
-        self.hold(file)
-        self._changed.add(file)
+        self.hold(File(block, header), in_index=False)
         self.bytes_written += header.file_bytes
         return True
 
-    def hold(self, file: File) -> None:
+    def hold(self, file: File, in_index: bool) -> None:
         """A block has these bytes on disk."""
         file.block.disk[file.part] = file
         self.held.add(file)
         self.used += file.header.file_bytes
+        if not in_index:
+            self._changed.add(file)
 
     def read(self, file: File, buffer: Buffer) -> Header:
         """Fill ``buffer`` from disk; returns the file's own header. May run in any thread.
@@ -237,6 +240,11 @@ class DiskTier:
             payload_seal,
         )
 
+    def close(self) -> None:
+        """Let another process have the namespace."""
+        self._catalog.close()
+        os.close(self._lock)
+
     # The index
 
     def recover(self) -> Recovered:
@@ -259,7 +267,7 @@ class DiskTier:
                 header = files.read_header(Path(entry.path), self._seals)
                 if (header.block.key, header.part) != (key, part):
                     raise DamagedError("a file under another's name")
-                found.files.append((header, entry.stat().st_mtime))
+                found.unlisted.append((header, entry.stat().st_mtime))
             except (OSError, DamagedError):
                 files.remove(Path(entry.path))
                 found.damaged += 1
@@ -270,22 +278,23 @@ class DiskTier:
         try:
             for row in self._catalog.files():
                 if row is None:
-                    found.complete = False
-                elif unlisted.pop((row[0].block.key, row[0].part), None) is None:
-                    found.missing.append(row[0])
+                    raise sqlite3.DatabaseError("a row is damaged")
+                header, _ = row
+                name = header.block.key, header.part
+                if unlisted.pop(name, None) is not None:
+                    found.listed.append(row)
                 else:
-                    found.files.append(row)
+                    found.missing.append(header)
+                    self._dropped.add(name)
             for stored in self._catalog.entries():
                 if stored is None:
-                    found.complete = False
-                else:
-                    found.entries.append(stored)
+                    raise sqlite3.DatabaseError("an entry is damaged")
+                found.entries.append(stored)
         except sqlite3.Error as error:
-            _log.warning("the cache index is damaged and made again: %s", error)
+            self._replace_catalog(error)
             found.complete = False
-            self._catalog = self._new_catalog()
-        if not found.complete:
-            self._catalog = self._new_catalog()
+            found.unlisted += found.listed
+            found.listed.clear()
 
     def commit(self, entries: Mapping[EntryId, StoredEntry | None]) -> None:
         """Write to the index what changed; ``None`` for an entry that ended."""
@@ -295,30 +304,35 @@ class DiskTier:
             else:
                 self._entries[entry_id] = stored
         used = {block for touched in self.touched for block in touched.chain()}
-        changed = self._changed.union(*(block.disk.values() for block in used))
-        ended = [entry_id for entry_id, stored in entries.items() if stored is None]
-        kept = [(entry_id, stored) for entry_id, stored in entries.items() if stored is not None]
-        if changed or self._dropped or entries:
-            rows = [(file.header, file.block.last_used) for file in changed]
-            self._apply(Changes(rows, self._dropped, kept, ended))
+        if used or self._changed or self._dropped or entries:
+            self._apply(
+                Changes(
+                    files=[(file.header, file.block.last_used) for file in self._changed],
+                    dropped_files=self._dropped,
+                    uses=[
+                        (block.last_used, block.key, part) for block in used for part in block.disk
+                    ],
+                    entries=[(key, stored) for key, stored in entries.items() if stored],
+                    dropped_entries=[key for key, stored in entries.items() if not stored],
+                    only_these_entries=not self._entries_are_known,
+                )
+            )
         self.touched.clear()
         self._changed.clear()
         self._dropped.clear()
-
-    def close(self) -> None:
-        """Let another process have the namespace."""
-        self._catalog.close()
-        os.close(self._lock)
+        self._entries_are_known = True
 
     def _apply(self, changes: Changes) -> None:
         try:
             self._catalog.apply(changes)
         except sqlite3.Error as error:
-            _log.warning("the cache index cannot be written and is made again: %s", error)
-            self._catalog = self._new_catalog()
-            rows = [(file.header, file.block.last_used) for file in self.held]
+            self._replace_catalog(error)
+            everything = Changes(
+                files=[(file.header, file.block.last_used) for file in self.held],
+                entries=self._entries.items(),
+            )
             with contextlib.suppress(sqlite3.Error):  # the files' own headers are enough
-                self._catalog.apply(Changes(rows, (), self._entries.items(), ()))
+                self._catalog.apply(everything)
 
     def _open_catalog(self) -> Catalog:
         try:
@@ -327,10 +341,13 @@ class DiskTier:
             _log.warning("the cache index is damaged and made again: %s", error)
             return self._new_catalog()
 
+    def _replace_catalog(self, error: sqlite3.Error) -> None:
+        _log.warning("the cache index is damaged and made again: %s", error)
+        self._catalog.close()
+        self._catalog = self._new_catalog()
+
     def _new_catalog(self) -> Catalog:
-        """An empty index, in memory where the disk has no room for one."""
-        with contextlib.suppress(AttributeError):
-            self._catalog.close()
+        """An empty index; in memory where the disk has no room for one."""
         for suffix in ("", "-wal", "-shm"):
             files.remove(self._layout.index.with_name(self._layout.index.name + suffix))
         try:

@@ -67,6 +67,16 @@ class Header:
         names = len(self.block.owner.encode()) + len(self.part)
         return -(-(_FIXED.size + names + 4 * len(self.block) + SEAL_BYTES) // PAGE) * PAGE
 
+    def is_for_same_bytes(self, other: Header) -> bool:
+        """Whether both stand for the same part of the same block, in whatever version."""
+
+        def identity(header: Header) -> tuple[object, ...]:
+            block = header.block
+            place = block.key, block.parent, block.owner, block.segment, block.start
+            return *place, block.tokens.tobytes(), header.part, header.payload_bytes
+
+        return identity(self) == identity(other)
+
     def encode(self) -> bytes:
         owner, part = self.block.owner.encode(), self.part.encode()
         fixed = _FIXED.pack(

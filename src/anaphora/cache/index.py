@@ -101,7 +101,7 @@ class Block:
     @property
     def decoded_from(self) -> int | None:
         """First position whose KV came from a decode step, over all parts; ``None``: none did."""
-        parts = {**self.disk, **self.memory}.values()
+        parts = self._parts()
         return min(
             (part.decoded_from for part in parts if part.decoded_from is not None), default=None
         )
@@ -109,7 +109,7 @@ class Block:
     @property
     def exact(self) -> bool:
         """Whether all parts were computed alone in the context and on the grid."""
-        parts = {**self.disk, **self.memory}.values()
+        parts = self._parts()
         return bool(parts) and all(part.exact for part in parts)
 
     def at_least(self, end: int, decoded_from: int | None, exact: bool) -> bool:
@@ -117,6 +117,10 @@ class Block:
         own = self.prefilled_to(end)
         other = end if decoded_from is None else max(self.start, min(decoded_from, end))
         return own > other or (own == other and (self.exact or not exact))
+
+    def _parts(self) -> list[Buffer | File]:
+        only_on_disk = [file for part, file in self.disk.items() if part not in self.memory]
+        return [*self.memory.values(), *only_on_disk]
 
     def prefilled_to(self, end: int) -> int:
         """Up to which position, at most ``end``, its KV came from a prefill."""
@@ -177,6 +181,12 @@ class Index:
         siblings.remove(block)
         if not siblings:
             del block.parent.children[_child_key(block)]
+
+    def reaches(self, block: Block) -> bool:
+        """Whether the way from the root to ``block`` is known."""
+        while block.parent is not None:
+            block = block.parent
+        return block is self.root
 
     def prune(self, block: Block) -> None:
         """Take out a block that is nowhere, and every ghost that then has nothing behind it."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from anaphora.cache.disk import File
-from anaphora.cache.format import DamagedError
+from anaphora.cache.format import DamagedError, Header
 from anaphora.cache.index import Block
 from anaphora.cache.memory import Buffer
 from anaphora.cache.tiers import MissCause, Tiers
 
-READ_AHEAD = 6
+READ_AHEAD = 10
 """Blocks read before the one the engine is importing is done."""
 
 
@@ -42,7 +42,7 @@ class Step:
     piece: Piece
     in_memory: list[Buffer]
     """Pinned."""
-    reads: list[tuple[File, Buffer, Future[None]]] = field(default_factory=list)
+    reads: list[tuple[File, Buffer, Future[Header]]] = field(default_factory=list)
 
 
 class Restore:
@@ -115,6 +115,7 @@ class Restore:
             miss = _outcome(read)
             current = block.disk.get(file.part) is file
             if miss is None and current and file.part not in block.memory:
+                file.header = read.result()
                 buffer.decoded_from, buffer.exact = file.decoded_from, file.exact
                 tiers.loaded(buffer)
             else:  # also where the file went, or another restore was faster, since it was begun
@@ -138,7 +139,7 @@ class Restore:
         step.in_memory.clear()
 
 
-def _outcome(read: Future[None]) -> MissCause | None:
+def _outcome(read: Future[Header]) -> MissCause | None:
     try:
         read.result()
     except DamagedError:

@@ -20,7 +20,7 @@ from anaphora.clock import Clock, SystemClock
 
 __all__ = ["CacheStats", "Lease", "Loaded", "Match", "Misses", "Piece", "PrefixCache"]
 
-READ_THREADS = min(4, os.cpu_count() or 1)
+READ_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +103,8 @@ class PrefixCache:
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="cache-read")
         self._lookups = 0
         self._stores_refused = 0
+        if disk is not None:
+            self._tiers.recover()
 
     def match(self, tokens: Tokens, segments: tuple[Segment, ...] = DEFAULT_SEGMENTS) -> Match:
         """The longest token-exact prefix of a prompt with bytes in memory or on disk."""

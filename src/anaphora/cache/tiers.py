@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
+from anaphora.cache.catalog import StoredEntry
 from anaphora.cache.disk import DiskTier, File
-from anaphora.cache.entries import EntryTable
+from anaphora.cache.entries import LOCAL, Entry, EntryId, EntryTable
 from anaphora.cache.index import Block, Index
 from anaphora.cache.memory import Buffer, MemoryTier
 from anaphora.clock import Clock
-
 
 MissCause = Literal["absent", "damaged", "gone", "no_room"]
 """Nothing of a prompt was cached; bytes were not what was written; they were no longer there;
@@ -45,6 +46,8 @@ class Tiers:
         """In memory, not yet on disk, and wanted there; oldest first."""
         self._used_again: dict[Buffer, None] = {}
         """Those among them that were used a second time."""
+        self._ahead_of_disk: set[EntryId] = set()
+        """Entries of which the index on disk has less."""
         self._declined: set[Buffer] = set()
         """The disk is full of blocks used more recently than these."""
 
@@ -148,7 +151,7 @@ class Tiers:
             if not self.disk.ready or time.perf_counter() >= deadline:
                 break
             self.write(block)
-        self.disk.commit(self.entries)
+        self._write_index(self.disk)
         return self.disk.ready and bool(self._unwritten)
 
     def _to_write(self) -> Iterator[Block]:
@@ -204,6 +207,72 @@ class Tiers:
             self.evicted_from_disk += 1
             self.settle(victim.block)
         return True
+
+    # The index on disk
+
+    def _write_index(self, disk: DiskTier) -> None:
+        """Bring the index up to date with the files, and with the entries as far as they are."""
+        self.entries.expire()
+        changed = self.entries.changed | self._ahead_of_disk
+        self.entries.changed.clear()
+        self._ahead_of_disk.clear()
+        rows: dict[EntryId, StoredEntry | None] = {}
+        for entry_id in changed:
+            found = self.entries.find(entry_id)
+            rows[entry_id] = None if found is None else _on_disk(*found)
+            if found is not None and rows[entry_id] != StoredEntry(found[0], found[1].key):
+                self._ahead_of_disk.add(entry_id)
+        disk.commit(rows)
+
+    def recover(self) -> None:
+        """Take over what an earlier process left on disk."""
+        disk, index = self.disk, self.index
+        assert disk is not None
+        found = disk.recover()
+        self.misses["damaged"] += found.damaged
+        for files, in_index in ((found.listed, True), (found.unlisted, False)):
+            for header, last_used in files:
+                block = index.ensure(header.block)
+                block.last_used = max(block.last_used, last_used)
+                disk.hold(File(block, header), in_index)
+        ghosts = [index.ensure(header.block) for header in found.missing]
+        self._recover_order()
+        for stored in found.entries:
+            anchor = index.get(stored.block)
+            if anchor is None or not index.reaches(anchor):
+                self.entries.broken += 1
+            elif anchor.start < stored.entry.position <= anchor.end:
+                self.entries.add(stored.entry, anchor)
+        for ghost in sorted(ghosts, key=lambda block: block.start):
+            self.settle(ghost)
+        if not found.complete:
+            self._promise_what_is_there()
+        while disk.used > disk.budget:
+            victim = disk.held.next_victim(lambda file: False)
+            if victim is None:
+                break
+            disk.drop(victim)
+            self.evicted_from_disk += 1
+            self.settle(victim.block)
+
+    def _recover_order(self) -> None:
+        """Ticks from times of last use; a block was used whenever one behind it was."""
+        blocks = sorted(self.index, key=lambda block: -block.start)
+        for block in blocks:
+            if block.parent is not None:
+                block.parent.last_used = max(block.parent.last_used, block.last_used)
+        blocks.sort(key=lambda block: block.last_used)
+        for before, block in zip([None, *blocks], blocks, strict=False):
+            self._tick += before is None or before.last_used < block.last_used
+            block.tick = self._tick
+
+    def _promise_what_is_there(self) -> None:
+        """Make the automatic entries again from the last blocks of every owner."""
+        for block in list(self.index):
+            followers = (child for below in block.children.values() for child in below)
+            last = not any(child.disk and child.id.owner == block.id.owner for child in followers)
+            if last and self.index.reaches(block) and all(above.disk for above in block.chain()):
+                self.entries.add(Entry(block.id.owner, LOCAL, block.key, block.end), block)
 
     # What follows
 
@@ -261,6 +330,24 @@ class Tiers:
 
     def _is_tail(self, block: Block) -> bool:
         return block.end % self._block_size != 0 and not block.children
+
+
+def _on_disk(entry: Entry, block: Block) -> StoredEntry | None:
+    """What of an entry can be kept on disk: all, or where it is ``local``, the chain's beginning.
+
+    An entry that outlives its blocks would promise what isn't there.
+    """
+    kept: Block | None = None
+    for above in block.chain():
+        if not above.disk:
+            kept = None
+        elif kept is None:
+            kept = above
+    if kept is block:
+        return StoredEntry(entry, block.key)
+    if kept is None or entry.profile != LOCAL:
+        return None
+    return StoredEntry(replace(entry, key=kept.key, position=kept.end), kept.key)
 
 
 def _is_on_disk(block: Block) -> bool:

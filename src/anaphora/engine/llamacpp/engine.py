@@ -14,19 +14,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anaphora.cache.keys import Segment, Tokens
-from anaphora.cache.store import Lease, Piece, PrefixCache
+from anaphora.cache.keys import BlockId, Tokens
+from anaphora.cache.store import Piece, PrefixCache
 from anaphora.clock import Clock
-from anaphora.engine.llamacpp.cells import CellLedger
 from anaphora.engine.llamacpp.context import LlamaContext, NoCells
 from anaphora.engine.llamacpp.sampler import Sampler
+from anaphora.engine.llamacpp.sequences import (
+    LiveSequence,
+    LiveSequences,
+    common_prefix,
+    common_segments,
+)
 from anaphora.engine.protocol import (
     CacheHints,
     Done,
@@ -57,28 +61,6 @@ _WRITE_SLICE = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """A sequence in the context: what its cells hold, whether or not a request uses it now."""
-
-    seq: int
-    segments: tuple[Segment, ...]
-    lease: Lease
-    tokens: Tokens
-    """A buffer; the first ``length`` of it are in cells."""
-    length: int = 0
-    decoded_from: int | None = None
-    """First position whose KV came from a decode step."""
-    used: int = 0
-    busy: bool = True
-    kept: bool = True
-    """Whether it may stay when its request is done."""
-
-    @property
-    def held(self) -> Tokens:
-        return self.tokens[: self.length]
-
-
-@dataclass(slots=True, eq=False)
 class _Job:
     """A request on its way."""
 
@@ -86,7 +68,7 @@ class _Job:
     stream: TextStream
     submitted: float
     order: int
-    live: _Live | None = None
+    live: LiveSequence | None = None
     sampler: Sampler | None = None
     generated: list[int] = field(default_factory=list)
     reserved: int = 0
@@ -113,7 +95,7 @@ class _Job:
 class _Plan:
     """Where the prefix of a job comes from: ``shared`` tokens of a live sequence, then blocks."""
 
-    source: _Live | None
+    source: LiveSequence | None
     shared: int
     pieces: Sequence[Piece]
     found: int
@@ -157,18 +139,17 @@ class LlamaEngine:
         self._masked_cells_cost = not flash_attn
         self._on_close = on_close
 
-        self._cells = CellLedger(context.cells)
-        self._free_sequences = list(range(sequences - 1, -1, -1))
-        self._lives: dict[int, _Live] = {}
+        self._sequences = LiveSequences(context, cache, sequences, exact=exact)
+        self._cells = self._sequences.cells
         self._waiting: deque[_Job] = deque()
         self._background: deque[_Job] = deque()
         self._active: list[_Job] = []
         self._turn = 0
-        self._tick = 0
         self._order = 0
         self._prefill_rate = 0.0
         self._idle_since: float | None = None
-        self._unsaved: list[tuple[_Live, Any]] | None = None
+        self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
+        """What idle time has yet to export; ``None``: to be looked up."""
 
     @property
     def info(self) -> EngineInfo:
@@ -191,9 +172,7 @@ class LlamaEngine:
             self._emit(Failed(request.id, error))
             return
         self._order += 1
-        job = _Job(
-            request, TextStream(request.sampling.stop), time.perf_counter(), self._order
-        )
+        job = _Job(request, TextStream(request.sampling.stop), time.perf_counter(), self._order)
         job.target = np.ascontiguousarray(request.tokens, dtype=np.int32)
         (self._background if request.background else self._waiting).append(job)
 
@@ -245,9 +224,8 @@ class LlamaEngine:
 
     def release_idle(self) -> None:
         """Save and drop every sequence that no request uses."""
-        for live in self._idle_lives():
-            self._save(live)
-            self._drop(live)
+        for live in self._sequences.idle():
+            self._let_go(live)
 
     def close(self) -> None:
         for job in [*self._waiting, *self._background, *self._active]:
@@ -296,8 +274,8 @@ class LlamaEngine:
         wanted = 0
         for other in self._active:
             if not other.decoding and other.live is not None and not other.request.background:
-                limit = _common_segments(job.request.cache.segments, other.live.segments)
-                common = min(_common_prefix(job.target, other.target), limit)
+                limit = common_segments(job.request.cache.segments, other.live.segments)
+                common = min(common_prefix(job.target, other.target), limit)
                 if common > other.live.length:
                     wanted = max(wanted, common)
         return wanted > GRID and wanted - self._plan(job).found >= GRID
@@ -311,7 +289,8 @@ class LlamaEngine:
             limit = limit // GRID * GRID
         if not hints.read or not self._info.caching:
             return _NOTHING
-        source, shared = self._best_live(tokens, hints.segments, limit)
+        grid = GRID if self._exact else 1
+        source, shared = self._sequences.best(tokens, hints.segments, limit, grid)
         match = self._cache.match(tokens, hints.segments)
         stored = self._usable_length(match.pieces, limit)
         pieces = [piece for piece in match.pieces if piece.block.start < stored]
@@ -332,24 +311,7 @@ class LlamaEngine:
         usable = min(usable, limit)
         return usable // GRID * GRID if self._exact else usable
 
-    def _best_live(
-        self, tokens: Tokens, segments: tuple[Segment, ...], limit: int
-    ) -> tuple[_Live | None, int]:
-        best, length = None, 0
-        for live in self._lives.values():
-            if not live.kept:
-                continue
-            common = min(
-                _common_prefix(tokens, live.held), _common_segments(segments, live.segments), limit
-            )
-            if self._exact:
-                common = common // GRID * GRID
-            # Of equals an idle one: it can be taken over instead of copied.
-            if common > length or (common == length > 0 and best and best.busy and not live.busy):
-                best, length = live, common
-        return best, length
-
-    def _can_compact(self, source: _Live | None, shared: int, stored: int) -> bool:
+    def _can_compact(self, source: LiveSequence | None, shared: int, stored: int) -> bool:
         """Whether to leave ``source`` where it is and restore everything from blocks instead.
 
         Without flash attention a step looks at every cell up to the highest one in use, so a
@@ -357,7 +319,7 @@ class LlamaEngine:
         """
         if source is None or not self._masked_cells_cost or self._active or stored < shared:
             return False
-        return self._cells.top - self._cells.length(source.seq) > max(512, shared // 4)
+        return self._cells.top - self._cells.length(source.number) > max(512, shared // 4)
 
     def _begin(self, job: _Job) -> bool:
         """Give ``job`` a sequence with everything that is cached in it; False: not now."""
@@ -372,10 +334,9 @@ class LlamaEngine:
         if not job.began:
             job.began = began
         live = self._take_sequence(job, plan)
-        live.tokens = np.empty(max(end, len(tokens)) + _GROWTH, dtype=np.int32)
-        live.tokens[: len(tokens)] = tokens
+        self._sequences.reserve(live, tokens, end)
         job.live, job.reserved = live, end
-        memory, disk = self._restore(live, plan)
+        memory, disk = self._sequences.restore(live, plan.pieces, plan.found)
         job.restore_seconds += time.perf_counter() - began
         self._active.append(job)
         if not job.started:
@@ -408,103 +369,59 @@ class LlamaEngine:
 
     def _make_way(self, plan: _Plan) -> None:
         """Let idle sequences go that would only slow this one down, or could change its logits."""
-        others = [live for live in self._idle_lives() if live is not plan.source]
+        others = [live for live in self._sequences.idle() if live is not plan.source]
         if self._exact:
             for live in others:
-                self._save(live)
-                self._drop(live)
+                self._let_go(live)
         elif self._masked_cells_cost and self._info.caching:
             allowed = 0 if plan.compact else max(512, plan.found // 8)
-            spare = sum(self._cells.alone(live.seq) for live in others)
+            spare = sum(self._cells.alone(live.number) for live in others)
             for live in others:
                 if spare <= allowed:
                     break
-                spare -= self._cells.alone(live.seq)
-                if self._save(live):
-                    self._drop(live)
+                spare -= self._cells.alone(live.number)
+                if self._sequences.save(live):
+                    self._sequences.drop(live)
 
     def _make_room(self, cells: int, plan: _Plan) -> bool:
         """Free ``cells`` cells beside what is reserved, dropping idle sequences; False: can't."""
-        for live in self._idle_lives():
-            if self._available >= cells and self._free_sequences:
+        for live in self._sequences.idle():
+            if self._available >= cells and self._sequences.has_free:
                 break
             if live is not plan.source:
-                self._save(live)
-                self._drop(live)
-        if self._available < cells and plan.source is not None and not plan.source.busy:
+                self._let_go(live)
+        takes_over = plan.source is not None and not plan.source.busy
+        if takes_over and plan.source is not None and self._available < cells:
             # Only the source is left: take it over, without its tail.
-            self._save(plan.source)
-            self._cut(plan.source, plan.shared)
-        source_becomes_free = plan.source is not None and not plan.source.busy
-        return self._available >= cells and bool(self._free_sequences or source_becomes_free)
+            self._sequences.save(plan.source)
+            self._sequences.cut(plan.source, plan.shared)
+        return self._available >= cells and (self._sequences.has_free or takes_over)
 
     @property
     def _available(self) -> int:
         promised = sum(max(0, job.reserved - job.live.length) for job in self._active if job.live)
         return self._cells.free - promised
 
-    def _take_sequence(self, job: _Job, plan: _Plan) -> _Live:
+    def _take_sequence(self, job: _Job, plan: _Plan) -> LiveSequence:
         """A sequence whose cells hold the first ``plan.shared`` tokens."""
-        source = plan.source
+        source, hints = plan.source, job.request.cache
+        keeps = hints.write and self._info.caching
         if source is not None and not source.busy:
-            tail = source.length - plan.shared
-            writes = job.request.cache.write
-            if (tail == 0 and writes) or self._exact or not self._free_sequences:
-                if tail or not writes:
-                    self._save(source)
-                    self._cut(source, plan.shared)
-                source.busy, source.kept = True, writes
-                source.segments = job.request.cache.segments
-                return self._renew_lease(source)
-        live = _Live(
-            self._free_sequences.pop(),
-            job.request.cache.segments,
-            self._cache.lease(job.request.cache.segments),
-            np.empty(0, dtype=np.int32),
-            kept=job.request.cache.write and self._info.caching,
-        )
-        self._lives[live.seq] = live
+            whole = source.length == plan.shared and hints.write
+            if whole or self._exact or not self._sequences.has_free:
+                if not whole:
+                    self._sequences.save(source)
+                    self._sequences.cut(source, plan.shared)
+                self._sequences.take_over(source, hints.segments, kept=keeps)
+                return source
+        live = self._sequences.open(hints.segments, kept=keeps)
         if source is not None:
-            self._context.copy(source.seq, live.seq, 0, plan.shared)
-            self._cells.share(source.seq, live.seq, plan.shared)
-            live.length = plan.shared
-            if source.decoded_from is not None and source.decoded_from < plan.shared:
-                live.decoded_from = source.decoded_from
+            self._sequences.share(source, live, plan.shared)
         return live
 
-    def _renew_lease(self, live: _Live) -> _Live:
-        """The same cells under the segments of a new request (which agree as far as they reach)."""
-        old = live.lease
-        live.lease = self._cache.lease(live.segments)
-        live.lease.advance(live.held, live.decoded_from)
-        old.close()
-        return live
-
-    def _restore(self, live: _Live, plan: _Plan) -> tuple[int, int]:
-        """Bring the blocks of ``plan`` into cells; returns tokens that came from (memory, disk).
-
-        Stops at the first block that turns out damaged or gone: the rest is computed.
-        """
-        memory = disk = 0
-        for loaded in self._cache.restore(plan.pieces):
-            block = loaded.piece.block
-            start = max(block.start, live.length)
-            end = min(block.start + loaded.piece.length, plan.found)
-            state = loaded.parts["base"]
-            if not self._context.restore(live.seq, state, start, end, block.end):
-                logger.warning("llama.cpp refused a cached block: it is computed again")
-                self._context.truncate(live.seq, live.length)
-                break
-            self._cells.append(live.seq, end - start)
-            live.length = end
-            if block.decoded_from is not None and block.decoded_from < end:
-                first = max(block.decoded_from, start)
-                live.decoded_from = min(live.decoded_from or first, first)
-            if loaded.tier == "disk":
-                disk += end - start
-            else:
-                memory += end - start
-        return memory, disk
+    def _let_go(self, live: LiveSequence) -> None:
+        self._sequences.save(live)
+        self._sequences.drop(live)
 
     # Computing
 
@@ -515,8 +432,8 @@ class LlamaEngine:
         start, end = live.length, self._chunk_end(job)
         last = end == len(tokens)
         began = time.perf_counter()
-        self._cells.append(live.seq, end - start)
-        self._context.prefill(live.seq, tokens[start:end], start, want_logits=last)
+        self._cells.append(live.number, end - start)
+        self._context.prefill(live.number, tokens[start:end], start, want_logits=last)
         seconds = time.perf_counter() - began
         job.prefill_seconds += seconds
         job.computed += end - start
@@ -533,7 +450,9 @@ class LlamaEngine:
         alone = len(self._active) == 1 and not job.request.background and not self._waiting
         seconds = _CHUNK_SECONDS_ALONE if alone else _CHUNK_SECONDS_SHARED
         micro = self._context.microbatch_size
-        size = int(self._prefill_rate * seconds) if self._prefill_rate else (micro if alone else GRID)
+        size = (
+            int(self._prefill_rate * seconds) if self._prefill_rate else (micro if alone else GRID)
+        )
         size = min(size, self._context.batch_size)
         if size >= micro:
             size = size // micro * micro
@@ -571,16 +490,12 @@ class LlamaEngine:
         lives = [job.live for job in jobs if job.live is not None]
         tokens = [job.generated[-1] for job in jobs]
         try:
-            self._context.decode([x.seq for x in lives], tokens, [x.length for x in lives])
+            self._context.decode([x.number for x in lives], tokens, [x.length for x in lives])
         except NoCells:
             self._park(max(jobs, key=lambda job: job.order))
             return
         for live, token in zip(lives, tokens, strict=True):
-            self._cells.append(live.seq, 1)
-            live.tokens[live.length] = token
-            if live.decoded_from is None:
-                live.decoded_from = live.length
-            live.length += 1
+            self._sequences.append_decoded(live, token)
         for row, job in enumerate(jobs):
             assert job.sampler is not None
             self._accept(job, job.sampler.sample(self._context.pointer, row))
@@ -592,8 +507,6 @@ class LlamaEngine:
         """Make sure of a cell for the next token of ``job``, or park it."""
         live = job.live
         assert live is not None
-        if live.length >= len(live.tokens):
-            live.tokens = np.concatenate([live.tokens, np.empty(_GROWTH, dtype=np.int32)])
         if live.length < job.reserved:
             return
         more = min(_GROWTH, self._limit - live.length)
@@ -668,12 +581,12 @@ class LlamaEngine:
         if job in self._active:
             self._active.remove(job)
         if job.live is not None:
-            self._drop(job.live)
+            self._sequences.drop(job.live)
         if job.sampler is not None:
             job.sampler.close()
         self._emit(Failed(job.request.id, error))
 
-    def _whole_blocks(self, live: _Live) -> Tokens:
+    def _whole_blocks(self, live: LiveSequence) -> Tokens:
         """What an aborted prefill leaves: everything up to its last finished block."""
         return live.tokens[: live.length // self._block_size * self._block_size]
 
@@ -684,18 +597,14 @@ class LlamaEngine:
             live.lease.advance(tokens, live.decoded_from)
             live.lease.promise()
 
-    def _retire(self, job: _Job, live: _Live) -> None:
+    def _retire(self, job: _Job, live: LiveSequence) -> None:
         """A request is done: keep its sequence for the next one, if it may be kept."""
-        self._tick += 1
-        live.used, live.busy = self._tick, False
-        if not live.kept:
-            self._drop(live)
-            return
-        if self._exact and live.decoded_from is not None:
+        if live.kept and self._exact and live.decoded_from is not None:
             # Decoded KV differs in low bits from prefilled KV: prefill the answer again.
             answered = live.held.copy()
-            self._cut(live, live.decoded_from)
+            self._sequences.cut(live, live.decoded_from)
             self._refill(job.request, answered)
+        self._sequences.retire(live)
 
     def _refill(self, request: Request, tokens: Tokens) -> None:
         self.submit(
@@ -714,12 +623,9 @@ class LlamaEngine:
         assert live is not None
         self._active.remove(job)
         job.live, job.decoding = None, False
-        self._tick += 1
-        live.used, live.busy = self._tick, False
         if live.kept:
-            live.lease.advance(live.held, live.decoded_from)
-        else:
-            self._drop(live)
+            live.declare()
+        self._sequences.retire(live)
 
     def _park(self, job: _Job) -> None:
         """Give a job's cells up, with its blocks kept, and let it go on when there is room."""
@@ -730,53 +636,8 @@ class LlamaEngine:
         job.target = job.target[:-1] if job.generated else job.target
         self._suspend(job)
         if live.kept:
-            self._save(live)
-            self._drop(live)
+            self._let_go(live)
         (self._background if job.request.background else self._waiting).appendleft(job)
-
-    # Sequences that no request uses
-
-    def _idle_lives(self) -> list[_Live]:
-        """Least recently used first."""
-        return sorted((x for x in self._lives.values() if not x.busy), key=lambda x: x.used)
-
-    def _cut(self, live: _Live, length: int) -> None:
-        self._context.truncate(live.seq, length)
-        self._cells.truncate(live.seq, length)
-        live.length = length
-        if live.decoded_from is not None and live.decoded_from >= length:
-            live.decoded_from = None
-        live.lease.advance(live.held, live.decoded_from)
-
-    def _drop(self, live: _Live) -> None:
-        self._context.truncate(live.seq, 0)
-        self._cells.truncate(live.seq, 0)
-        live.lease.close()
-        del self._lives[live.seq]
-        self._free_sequences.append(live.seq)
-        self._unsaved = None
-
-    def _save(self, live: _Live) -> bool:
-        """Export what is in no tier yet; False where something found no room."""
-        if not live.kept:
-            return False
-        return all([self._export(live, block) for block in live.lease.unsaved()])
-
-    def _export(self, live: _Live, block: Any) -> bool:
-        decoded_from = live.decoded_from
-        if decoded_from is not None and decoded_from >= block.end:
-            decoded_from = None
-
-        def store(size: int, fill: Callable[[Any], bool]) -> bool:
-            return self._cache.store(
-                block,
-                {"base": size},
-                lambda parts: fill(parts["base"]),
-                decoded_from=decoded_from,
-                exact=self._exact,
-            )
-
-        return self._context.export(live.seq, block.start, block.end, store)
 
     # Idle work
 
@@ -786,10 +647,10 @@ class LlamaEngine:
         if self._idle_since is None:
             self._idle_since = now
         if self._unsaved is None:
-            self._unsaved = list(self._unsaved_blocks())
+            self._unsaved = list(self._sequences.unsaved())
         if self._unsaved:
             live, block = self._unsaved.pop(0)
-            self._export(live, block)
+            self._sequences.export(live, block)
             return 0.0
         if self._active:
             self._advance(self._active[:1])
@@ -806,30 +667,3 @@ class LlamaEngine:
         if wait > 0:
             return wait
         return 0.0 if self._cache.maintain(_WRITE_SLICE) else None
-
-    def _unsaved_blocks(self) -> Iterator[tuple[_Live, Any]]:
-        for live in self._idle_lives():
-            if live.kept:
-                for block in live.lease.unsaved():
-                    yield live, block
-
-
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    count = min(len(a), len(b))
-    different = np.flatnonzero(a[:count] != b[:count])
-    return int(different[0]) if different.size else count
-
-
-def _common_segments(a: Sequence[Segment], b: Sequence[Segment]) -> int:
-    """Up to which position two prompts' segments agree, so that their cells may be shared."""
-    position = 0
-    for left, right in zip(a, b, strict=False):
-        if (left.owner, left.salt) != (right.owner, right.salt):
-            return position
-        ends = [end for end in (left.end, right.end) if end is not None]
-        if left.end != right.end:
-            return min(ends)
-        if not ends:
-            break
-        position = ends[0]
-    return np.iinfo(np.int32).max

@@ -23,7 +23,7 @@ _PLAIN_ATTENTION = frozenset(
     """
     apertus arcee baichuan bailingmoe bailingmoe2 bitnet bloom chameleon chatglm codeshell command-r
     dbrx deci deepseek dots1 ernie4_5 ernie4_5-moe exaone falcon gemma glm4 glm4moe gpt2 gptneox
-    granite granitemoe grok hunyuan-dense hunyuan-moe internlm2 jais llada llama maincoder mistral3
+    granite granitemoe grok hunyuan-dense hunyuan-moe internlm2 jais llama maincoder mistral3
     minicpm mpt nemotron olmo olmo2 olmoe openelm orion pangu-embedded phi2 phi3 phimoe plamo qwen
     qwen2 qwen2moe qwen3 qwen3moe refact seed_oss smollm3 stablelm starcoder starcoder2 xverse
     """.split()

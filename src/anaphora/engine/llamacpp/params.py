@@ -98,10 +98,8 @@ def kv_types(kv_type: str, flash_attn: bool) -> tuple[str, str]:
             f"kv_type is {kv_type!r}: use K or K,V with types out of {', '.join(KV_TYPES)}"
         )
     k = names[0]
-    if len(names) == 2:
-        v = names[1]
-    else:
-        v = k if k in _UNQUANTIZED or flash_attn else "f16"
+    both = k in _UNQUANTIZED or flash_attn
+    v = names[1] if len(names) == 2 else (k if both else "f16")
     if v not in _UNQUANTIZED and not flash_attn:
         raise SettingsError(
             f"a quantized V ({v}) needs flash attention: use --flash-attn on, or --kv-type {k},f16"
@@ -193,7 +191,7 @@ def _tensor_split(value: object, params: Params) -> Any:
     devices = lib.llama_max_devices()
     shares = value.split(",") if isinstance(value, str) else value
     try:
-        numbers = [float(share) for share in shares]  # type: ignore[union-attr, attr-defined]
+        numbers = [float(share) for share in shares]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise SettingsError(f"tensor_split is {value!r}: use numbers, one per GPU") from None
     if len(numbers) > devices:
