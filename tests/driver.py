@@ -8,6 +8,7 @@ from itertools import count
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anaphora.cache.keys import Tokens
 from anaphora.clock import ManualClock
@@ -60,6 +61,12 @@ class Result:
             raise last.error
         assert isinstance(last, Done)
         return last
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        logits = self.done.prompt_logits
+        assert logits is not None
+        return logits
 
     @property
     def tokens(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The one clock for lifetimes and idle times. Durations that are only reported use ``perf_counter``."""
+"""The one clock for lifetimes and idle times. Reported durations use ``perf_counter`` instead."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anaphora.cache.keys import Segment
+from anaphora.cache.keys import Segment, Tokens
 from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.load import load_engine
 from anaphora.engine.protocol import CacheHints, Done, Failed, Generated, Sampling, Started
@@ -28,7 +28,7 @@ Open = Callable[..., Driver]
 
 
 @pytest.fixture
-def tokens() -> np.ndarray:
+def tokens() -> Tokens:
     """A prompt of plain byte tokens."""
     return np.random.default_rng(7).integers(0, 256, 3000).astype(np.int32)
 
@@ -65,7 +65,9 @@ def engine_of(driver: Driver) -> LlamaEngine:
 
 
 class TestHits:
-    def test_the_same_prompt_again_computes_one_token(self, open_driver: Open, tokens) -> None:
+    def test_the_same_prompt_again_computes_one_token(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver()
         cold = driver.run(tokens[:1000])
         warm = driver.run(tokens[:1000])
@@ -76,7 +78,7 @@ class TestHits:
         assert warm.tokens == cold.tokens
 
     def test_a_prompt_that_parts_inside_a_block_reuses_up_to_there(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver()
         driver.run(tokens[:1000])
@@ -91,7 +93,7 @@ class TestHits:
         assert stored.started.read_tokens == 650
 
     def test_live_cells_and_blocks_of_different_reach_are_combined(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(parallel=2)
         driver.run(tokens[:1500])
@@ -102,9 +104,9 @@ class TestHits:
         assert both.found.live == 400
         assert both.found.memory == 1099
         cold = open_driver(cache_dir=None).run(tokens[:1500], want_logits=True)
-        assert np.abs(both.done.prompt_logits - cold.done.prompt_logits).max() < 1e-4
+        assert np.abs(both.logits - cold.logits).max() < 1e-4
 
-    def test_a_restart_hits_from_disk(self, open_driver: Open, tokens) -> None:
+    def test_a_restart_hits_from_disk(self, open_driver: Open, tokens: Tokens) -> None:
         first = open_driver()
         cold = first.run(tokens[:1000], 16)
         first.close()
@@ -116,7 +118,9 @@ class TestHits:
         again = second.run(tokens[:1000], 16)
         assert again.found.live == 999
 
-    def test_owners_do_not_meet_except_in_a_shared_segment(self, open_driver: Open, tokens) -> None:
+    def test_owners_do_not_meet_except_in_a_shared_segment(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver()
         a = CacheHints((Segment("a", b"1"),))
         b = CacheHints((Segment("b", b"2"),))
@@ -133,7 +137,7 @@ class TestHits:
         assert stored.found.memory == 300
 
     def test_without_reading_everything_is_computed_and_without_writing_nothing_stays(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver()
         driver.run(tokens[:600], cache=CacheHints(write=False))
@@ -143,7 +147,7 @@ class TestHits:
         assert driver.run(tokens[:600]).found.total == 599
 
     def test_the_answer_continues_as_if_it_had_never_stopped(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver()
         whole = driver.run(tokens[:500], 40)
@@ -155,7 +159,9 @@ class TestHits:
         assert rest.found.decoded == 19
         assert rest.done.computed_tokens == 1
 
-    def test_decoded_kv_stays_marked_through_every_tier(self, open_driver: Open, tokens) -> None:
+    def test_decoded_kv_stays_marked_through_every_tier(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         first = open_driver()
         answer = first.run(tokens[:500], 300).tokens
         first.close()
@@ -164,7 +170,7 @@ class TestHits:
         assert hit.found.disk == 500 + len(answer) - 1
         assert hit.found.decoded == len(answer) - 1 > 100
 
-    def test_no_tokens_wanted_fills_the_cache(self, open_driver: Open, tokens) -> None:
+    def test_no_tokens_wanted_fills_the_cache(self, open_driver: Open, tokens: Tokens) -> None:
         driver = open_driver()
         warmed = driver.run(tokens[:600], 0)
         assert warmed.done.reason == "length"
@@ -179,7 +185,7 @@ class TestExact:
     def test_logits_after_a_hit_are_those_of_a_cold_run(
         self,
         open_driver: Open,
-        tokens,
+        tokens: Tokens,
         where: str,
         flash_attn: str,
         length: int,
@@ -187,7 +193,7 @@ class TestExact:
     ) -> None:
         prompt = np.concatenate([tokens[:parting], tokens[2000 : 2000 + length - parting]])
         cold = open_driver(exact=True, flash_attn=flash_attn, cache_dir=None)
-        expected = cold.run(prompt, want_logits=True).done.prompt_logits
+        expected = cold.run(prompt, want_logits=True).logits
         driver = open_driver(exact=True, flash_attn=flash_attn)
         driver.run(tokens[:1100], 20)
         driver.run(tokens[2500:2700], 20)  # a neighbour
@@ -201,10 +207,10 @@ class TestExact:
             driver = open_driver(exact=True, flash_attn=flash_attn)
         hit = driver.run(prompt, want_logits=True)
         assert getattr(hit.found, where) == hit.found.total == min(parting, length - 1) // 64 * 64
-        assert np.array_equal(hit.done.prompt_logits, expected)
+        assert np.array_equal(hit.logits, expected)
 
     def test_after_generated_turns_the_answer_is_prefilled_again(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(exact=True)
         prompt = list(tokens[:500])
@@ -216,9 +222,9 @@ class TestExact:
         assert hit.found.decoded == 0
         assert hit.found.total >= len(prompt) - 30 - 64
         cold = open_driver(exact=True, cache_dir=None).run(prompt, want_logits=True)
-        assert np.array_equal(hit.done.prompt_logits, cold.done.prompt_logits)
+        assert np.array_equal(hit.logits, cold.logits)
 
-    def test_exact_blocks_and_others_do_not_mix(self, open_driver: Open, tokens) -> None:
+    def test_exact_blocks_and_others_do_not_mix(self, open_driver: Open, tokens: Tokens) -> None:
         plain = open_driver()
         plain.run(tokens[:600])
         plain.close()
@@ -242,7 +248,7 @@ class TestKeys:
         ids=str,
     )
     def test_settings_on_the_list_miss(
-        self, open_driver: Open, tokens, changed: dict[str, object]
+        self, open_driver: Open, tokens: Tokens, changed: dict[str, object]
     ) -> None:
         first = open_driver()
         first.run(tokens[:600])
@@ -266,7 +272,7 @@ class TestKeys:
         ids=str,
     )
     def test_settings_off_the_list_still_hit(
-        self, open_driver: Open, tokens, changed: dict[str, object]
+        self, open_driver: Open, tokens: Tokens, changed: dict[str, object]
     ) -> None:
         first = open_driver()
         cold = first.run(tokens[:600])
@@ -276,7 +282,11 @@ class TestKeys:
         assert warm.tokens == cold.tokens
 
     def test_another_model_another_epoch_and_another_salt_miss(
-        self, open_driver: Open, tiny_model: TinyModel, tokens, monkeypatch: pytest.MonkeyPatch
+        self,
+        open_driver: Open,
+        tiny_model: TinyModel,
+        tokens: Tokens,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         first = open_driver()
         first.run(tokens[:600])
@@ -290,7 +300,7 @@ class TestKeys:
         assert open_driver().run(tokens[:600]).found.total == 0
 
     def test_every_combination_of_adapters_has_its_own_blocks(
-        self, open_driver: Open, tiny_adapter: Path, tokens
+        self, open_driver: Open, tiny_adapter: Path, tokens: Tokens
     ) -> None:
         def answer(*adapters: Adapter) -> tuple[int, list[int]]:
             driver = open_driver(adapters=adapters)
@@ -310,7 +320,7 @@ class TestKeys:
 
 class TestSampling:
     def test_a_cached_prompt_sampled_twice_gives_two_answers(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver()
         hot = Sampling(temperature=1.0)
@@ -318,13 +328,17 @@ class TestSampling:
         assert second.found.live == 599
         assert first.tokens != second.tokens
 
-    def test_a_seed_gives_the_same_answer_cold_and_cached(self, open_driver: Open, tokens) -> None:
+    def test_a_seed_gives_the_same_answer_cold_and_cached(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver()
         seeded = Sampling(temperature=1.0, seed=5)
         first, second = (driver.run(tokens[:600], 24, sampling=seeded) for _ in range(2))
         assert first.tokens == second.tokens
 
-    def test_settings_of_the_chain_have_their_effect(self, open_driver: Open, tokens) -> None:
+    def test_settings_of_the_chain_have_their_effect(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver()
         greedy = driver.run(tokens[:100], 12).tokens
         for sampling in (
@@ -360,7 +374,7 @@ class TestSampling:
             Sampling(**values)  # type: ignore[arg-type]
 
     def test_a_stop_text_that_spans_tokens_ends_the_answer_and_is_not_part_of_it(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver()
         force = {ord("a"): 1e9}
@@ -374,7 +388,9 @@ class TestSampling:
 
 
 class TestManyAtOnce:
-    def test_requests_that_share_a_prefix_compute_it_once(self, open_driver: Open, tokens) -> None:
+    def test_requests_that_share_a_prefix_compute_it_once(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver(parallel=4)
         prompts = [np.concatenate([tokens[:1500], tokens[2000 + i : 2010 + i]]) for i in range(6)]
         results = [driver.submit(prompt) for prompt in prompts]
@@ -386,7 +402,7 @@ class TestManyAtOnce:
             alone.close()
 
     def test_sequences_continuing_one_prefix_share_its_cells(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(parallel=8)
         driver.run(tokens[:1500], 0)
@@ -399,7 +415,7 @@ class TestManyAtOnce:
         driver.wait(*results)
 
     def test_an_unrelated_request_does_not_wait_for_a_long_prefill(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(parallel=2)
         slow = driver.submit(tokens[:2900], 4)
@@ -412,7 +428,7 @@ class TestManyAtOnce:
 
     @pytest.mark.parametrize("memory_budget", [64 << 20, 0])
     def test_requests_that_outgrow_the_cells_are_parked_and_go_on(
-        self, open_driver: Open, tokens, monkeypatch: pytest.MonkeyPatch, memory_budget: int
+        self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, memory_budget: int
     ) -> None:
         prompts = [tokens[i * 300 : i * 300 + 300] for i in range(3)]
         ample = open_driver(cache_dir=None)
@@ -433,7 +449,9 @@ class TestManyAtOnce:
 
 
 class TestCancelling:
-    def test_an_aborted_prefill_leaves_its_finished_blocks(self, open_driver: Open, tokens) -> None:
+    def test_an_aborted_prefill_leaves_its_finished_blocks(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
         driver = open_driver(llama={"n_ubatch": 64, "n_batch": 64})
         first = driver.submit(tokens[:2000], 4)
         while engine_of(driver)._cells.used < 700:
@@ -447,7 +465,7 @@ class TestCancelling:
         assert again.started.read_tokens == computed // 256 * 256
 
     def test_cancelling_works_in_every_state_and_frees_everything(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(parallel=1)
         running = driver.submit(tokens[:300], 500)
@@ -465,7 +483,7 @@ class TestCancelling:
         assert engine_of(driver)._cells.used == 0
         assert engine_of(driver)._active == []
 
-    def test_closing_ends_every_request(self, open_driver: Open, tokens) -> None:
+    def test_closing_ends_every_request(self, open_driver: Open, tokens: Tokens) -> None:
         driver = open_driver(parallel=1)
         results = [driver.submit(tokens[:500], 50) for _ in range(3)]
         driver.engine.step()
@@ -474,7 +492,7 @@ class TestCancelling:
 
 
 class TestBackground:
-    def test_background_work_waits_and_steps_aside(self, open_driver: Open, tokens) -> None:
+    def test_background_work_waits_and_steps_aside(self, open_driver: Open, tokens: Tokens) -> None:
         driver = open_driver(llama={"n_ubatch": 64, "n_batch": 64}, parallel=1)
         settle = driver.submit(tokens[:1500], 0, background=True)
         front = driver.run(tokens[2000:2200], 4)
@@ -489,7 +507,7 @@ class TestBackground:
         assert driver.run(tokens[:1500]).found.total == 1499
 
     def test_everything_is_on_disk_soon_after_the_engine_falls_idle(
-        self, open_driver: Open, tokens, tmp_path: Path
+        self, open_driver: Open, tokens: Tokens, tmp_path: Path
     ) -> None:
         driver = open_driver()
         driver.run(tokens[:1000], 4)
@@ -504,7 +522,7 @@ class TestBackground:
 class TestOtherKinds:
     @pytest.mark.parametrize("kind", ["gemma3", "mamba", "jamba"])
     def test_other_kinds_of_memory_run_with_the_cache_off(
-        self, open_driver: Open, tiny_model: TinyModel, tokens, kind: str
+        self, open_driver: Open, tiny_model: TinyModel, tokens: Tokens, kind: str
     ) -> None:
         driver = open_driver(path=tiny_model(kind), kv_type="f16")
         assert not driver.engine.info.caching
@@ -517,7 +535,7 @@ class TestOtherKinds:
         assert second.started.read_tokens == 0
 
     def test_experts_with_plain_attention_are_cached(
-        self, open_driver: Open, tiny_model: TinyModel, tokens
+        self, open_driver: Open, tiny_model: TinyModel, tokens: Tokens
     ) -> None:
         driver = open_driver(path=tiny_model("qwen3moe"))
         cold = driver.run(tokens[:900], 12)
@@ -525,7 +543,7 @@ class TestOtherKinds:
 
 
 class TestBadInput:
-    def test_prompts_no_model_can_be_given(self, open_driver: Open, tokens) -> None:
+    def test_prompts_no_model_can_be_given(self, open_driver: Open, tokens: Tokens) -> None:
         driver = open_driver(context_size=512)
         for prompt, error in (
             ([], PromptError),
@@ -542,12 +560,14 @@ class TestBadInput:
         assert driver.run(tokens[:510], 5).done.generated_tokens == 3
 
     def test_a_bias_for_a_token_that_is_not_there_is_refused(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         result = open_driver().submit(tokens[:9], sampling=Sampling(logit_bias={99_999: 1.0}))
         assert isinstance(result.events[-1], Failed)
 
-    def test_model_files_that_are_none(self, open_driver: Open, tmp_path: Path, tiny_llama) -> None:
+    def test_model_files_that_are_none(
+        self, open_driver: Open, tmp_path: Path, tiny_llama: Path
+    ) -> None:
         foreign = tmp_path / "foreign.gguf"
         foreign.write_bytes(b"PK\x03\x04" + bytes(5000))
         truncated = tmp_path / "truncated.gguf"
@@ -589,7 +609,7 @@ class TestBadInput:
         assert "\n" not in str(caught.value)
 
     def test_a_quantized_type_alone_sets_only_k_without_flash_attention(
-        self, open_driver: Open, tokens
+        self, open_driver: Open, tokens: Tokens
     ) -> None:
         driver = open_driver(kv_type="q8_0", flash_attn="off")
         cold = driver.run(tokens[:600])

@@ -42,9 +42,13 @@ def model(tiny_llama: Path) -> ReferenceModel:
 class Session:
     """An engine, driven step by step, and what it said."""
 
-    def __init__(self, model: ReferenceModel, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self, model: ReferenceModel, cache: PrefixCache | None = None, block_size: int = BLOCK
+    ) -> None:
         self.events: list[Event] = []
-        self.engine: Engine = ReferenceEngine(model, self.events.append, cache, context_size=2048)
+        self.engine: Engine = ReferenceEngine(
+            model, self.events.append, cache, block_size=block_size, context_size=2048
+        )
         self._requests = 0
 
     def request(
@@ -412,7 +416,7 @@ def test_a_cancelled_prefill_keeps_its_finished_blocks(
 def test_a_prefill_cancelled_inside_a_block_keeps_the_blocks_before_it(
     model: ReferenceModel,
 ) -> None:
-    session = Session(model, memory_cache(model, block_size=512))
+    session = Session(model, memory_cache(model, block_size=512), block_size=512)
     name = session.request(prompt(1000))
     session.steps(4)
     session.engine.cancel(name)

@@ -40,7 +40,7 @@ class LlamaCpp:
         parameters.kv_unified = True
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32
-        parameters.n_threads = parameters.n_threads_batch = 2
+        parameters.n_threads = parameters.n_threads_batch = 1  # more spin while they wait
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         self.vocabulary = LlamaVocabulary(self._model)
 
@@ -164,20 +164,35 @@ def reference(full_precision: Path) -> ReferenceModel:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "prompt",
-    ["The capital of France is", "def quicksort(xs):\n", "Once upon a time, in a small village"],
-)
-def test_greedy_answers_of_the_bundled_model_agree_with_llama_cpp(
-    llama: LlamaCpp, reference: ReferenceModel, prompt: str
+def test_a_greedy_answer_of_the_bundled_model_agrees_with_llama_cpp(
+    llama: LlamaCpp, reference: ReferenceModel
 ) -> None:
-    agree(llama, Reference(reference), reference.vocabulary.encode(prompt), 300)
+    prompt = reference.vocabulary.encode("The capital of France is")
+    agree(llama, Reference(reference), prompt, 300)
 
 
 @pytest.mark.model
-def test_a_long_prompt_agrees_with_llama_cpp(llama: LlamaCpp, reference: ReferenceModel) -> None:
-    tokens = reference.vocabulary.encode(bundled.load_test_document(8_000))[:1_500]
-    agree(llama, Reference(reference), tokens, 5)
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "def quicksort(xs):\n",
+        "Once upon a time, in a small village",
+        bundled.load_test_document(4_000),
+    ],
+    ids=["code", "tale", "document"],
+)
+def test_every_token_of_an_answer_by_llama_cpp_is_the_one_chosen_here(
+    llama: LlamaCpp, reference: ReferenceModel, prompt: str
+) -> None:
+    """The same as comparing two answers, but all of ours in one pass, so ten times faster."""
+    tokens = reference.vocabulary.encode(prompt)
+    expected, expected_logits = greedy(llama, tokens, 300)
+    transformer = reference.transformer
+    read = np.array(tokens + expected[:-1], np.int32)
+    vectors = transformer.forward(read, 0, transformer.new_cache(len(read)))
+    logits = transformer.logits(vectors[len(tokens) - 1 :])
+    assert logits.argmax(axis=-1).tolist() == expected
+    assert np.abs(logits - expected_logits).max() < TOLERANCE
 
 
 SAMPLES = (

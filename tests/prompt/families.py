@@ -7,7 +7,7 @@ hard: trimming, header tokens, tokens built from the role, dropped reasoning, re
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,10 @@ FAMILIES = {
     # llama.cpp lets the control tokens of a model of this name swallow white space after them.
     "phi-3": Spec(
         PHI3,
-        ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>")
-        + ("<|endoftext|>",),
+        (
+            *("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>"),
+            "<|endoftext|>",
+        ),
         sentencepiece=True,
     ),
 }
@@ -211,10 +213,10 @@ class Loaded:
         )
         return list(buffer[:count])
 
-    def control_in(self, tokens: Sequence[int]) -> list[int]:
+    def control_in(self, tokens: Iterable[int]) -> list[int]:
         return [int(token) for token in tokens if int(token) in self.control_ids]
 
-    def show(self, tokens: Sequence[int]) -> str:
+    def show(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens`` without their control tokens."""
         return b"".join(self.vocabulary.piece(int(token)) for token in tokens).decode(
             errors="replace"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,15 @@ from hypothesis import strategies as st
 
 from anaphora.clock import ManualClock
 from anaphora.errors import PromptError, TemplateError
-from anaphora.prompt.conversation import Conversation, Message
+from anaphora.prompt.conversation import Conversation, Message, TextPart
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
 from tests.prompt.families import Loaded
 
 Dict = dict[str, Any]
+SOAK = "ANAPHORA_SOAK" in os.environ
 
 with_fixtures = settings(
-    max_examples=40,
+    max_examples=2000 if SOAK else 40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -96,7 +99,7 @@ def test_tokens_do_not_depend_on_how_content_is_cut_into_parts(
     text = "The international law of 123456\n\n\n and 👩‍👩‍👧‍👦 <|im_end|> families. "
     renderer = Renderer(smol.vocabulary, smol.template)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parts = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [text[a:b] for a, b in pairwise(edges)]
     whole, split = render(renderer, user(text)), render(renderer, user(parts))
     assert split.tokens.tolist() == whole.tokens.tolist()
     assert split.boundaries[0].end == whole.boundaries[0].end
@@ -172,6 +175,13 @@ def test_strings_of_the_template_and_of_users_cannot_meet_to_form_a_control_toke
     renderer = Renderer(smol.vocabulary, template)
     prompt = render(renderer, user("start|>x<|"), user("|>"))
     assert prompt.text == "<|im_start|>x<|im_end|>|>"
+    assert smol.control_in(prompt.tokens) == []
+
+
+def test_change_of_case_in_the_template_forms_no_control_token(smol: Loaded) -> None:
+    template = "{{ messages[0].content | lower }}{{ messages[0].content | title }}"
+    prompt = render(Renderer(smol.vocabulary, template), user("<|IM_end|><JUPYTER_text>"))
+    assert prompt.text.startswith("<|im_end|><jupyter_text>")
     assert smol.control_in(prompt.tokens) == []
 
 
@@ -284,6 +294,16 @@ def test_message_that_cannot_be_marked_leaves_the_others_known(
     assert prompt.tokens[prompt.boundaries[5].end - 1] == one.vocabulary.eos  # type: ignore[operator]
 
 
+def test_template_that_refuses_marked_content_still_renders(smol: Loaded) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is not in ['Hi', 'Ho'] %}"
+        "{{ raise_exception('what?') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    prompt = render(Renderer(smol.vocabulary, template), user("Hi"), user("Ho"))
+    assert prompt.text == "Hi<|im_end|>Ho<|im_end|>"
+    assert [b.parts for b in prompt.boundaries] == [(None,), (None,)]
+
+
 def test_text_the_template_drops_has_no_end(smol: Loaded) -> None:
     template = "{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}"
     prompt = render(Renderer(smol.vocabulary, template), user("gone"), user("here"))
@@ -385,6 +405,14 @@ def test_surrogate_pairs_and_raw_characters_are_the_same_prompt(
     assert lone.tokens.tolist() == renderer.render(conversation("\ufffd")).tokens.tolist()
 
 
+def test_messages_made_by_hand_and_options_follow_the_rule_for_surrogates(smol: Loaded) -> None:
+    template = "{{ messages[0].content }}{{ messages[0].note }}{{ mood }}{{ '\\ud83d' }}"
+    message = Message("user", (TextPart("\ud83d"),), {"note": "\ud83d\ude00"})
+    renderer = Renderer(smol.vocabulary, template)
+    prompt = renderer.render(Conversation((message,)), options={"mood": "\ude00"})
+    assert prompt.text == "\ufffd\U0001f600\ufffd\ufffd"
+
+
 def test_lone_surrogates_become_replacement_characters() -> None:
     message = Message.parse(user("a\ud83d b\ude00 c\ude00\ud83d \ud83d\ude00"))
     assert message.text == "a\ufffd b\ufffd c\ufffd\ufffd \U0001f600"
@@ -436,6 +464,18 @@ def test_date_in_the_template_is_the_clocks(smol: Loaded) -> None:
     tomorrow = render(renderer, user("Hi"))
     assert today.text != tomorrow.text
     assert "2027" in today.text
+
+
+def test_time_stands_still_within_a_request(smol: Loaded) -> None:
+    class Restless(ManualClock):
+        def now(self) -> float:
+            self.advance(1)
+            return super().now()
+
+    template = "{{ strftime_now('%H:%M:%S') }}{{ messages[0].content }}<|im_end|>"
+    renderer = Renderer(smol.vocabulary, template, clock=Restless())
+    prompt = render(renderer, user("Hi"))
+    assert prompt.boundaries[0].end == len(prompt.tokens)
 
 
 def test_model_without_template_gets_chatml(smol: Loaded) -> None:

@@ -98,6 +98,17 @@ class EntryTable:
             if not above.promised[party]:
                 del above.promised[party]
 
+    def over(self, block: Block) -> list[Entry]:
+        """Entries that need ``block``: those in it and behind it."""
+        found: list[Entry] = []
+        to_visit = [block]
+        while to_visit:
+            current = to_visit.pop()
+            found += current.entries.values()
+            for children in current.children.values():
+                to_visit += [child for child in children if child.promised]
+        return found
+
     def expire(self) -> None:
         """End every entry whose time is over."""
         now = self._clock.now()
@@ -109,7 +120,7 @@ class EntryTable:
 
     def block_lost(self, block: Block) -> None:
         """``block`` is gone everywhere: shorten or end every entry over it."""
-        for entry in list(_entries_from(block)):
+        for entry in self.over(block):
             self.discard(entry.id)
             self.broken += 1
             left = block.parent
@@ -133,11 +144,10 @@ class EntryTable:
         """The longest common prefix (tokens) of a prompt with any entry of its segments' owners."""
         self.expire()
         parties = {(segment.owner, profile) for segment in segments}
-        steps = index.walk(tokens, segments, lambda block: not parties.isdisjoint(block.promised))
-        return max(
-            (block.start + min(agreeing, _reach(block, parties)) for block, agreeing in steps),
-            default=0,
+        found = index.longest(
+            tokens, segments, lambda block, agreeing: min(agreeing, _reach(block, parties))
         )
+        return found[0] if found else 0
 
     def _put(self, entry: Entry, block: Block) -> None:
         self.changed.add(entry.id)
@@ -159,13 +169,3 @@ def _reach(block: Block, parties: set[Party]) -> int:
     if sum(block.promised.get(party, 0) for party in parties) > len(within):
         return len(block)
     return max((entry.position - block.start for entry in within), default=0)
-
-
-def _entries_from(block: Block) -> Iterator[Entry]:
-    """Entries in ``block`` and behind it."""
-    to_visit = [block]
-    while to_visit:
-        current = to_visit.pop()
-        yield from current.entries.values()
-        for children in current.children.values():
-            to_visit += [child for child in children if child.promised]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,8 @@ class Block:
         self.raw = block_id.tokens.tobytes()
         self.parent: Block | None = None
         """``None`` for the root and for orphans, whose parent block is unknown."""
-        self.children: dict[tuple[bytes, int], list[Block]] = {}
-        """By segment id and first token. Several may start alike: diverging blocks, tails."""
+        self.children: dict[bytes, Siblings] = {}
+        """By segment id."""
         self.memory: dict[str, Buffer] = {}
         """Parts whose bytes are in memory."""
         self.disk: dict[str, File] = {}
@@ -135,6 +135,80 @@ class Block:
             block = block.parent
 
 
+class Siblings:
+    """Blocks that follow the same block in the same segment, however many start alike.
+
+    Kept in the order of their tokens' bytes, where those that agree longest with a prompt are next
+    to the place the prompt itself would have.
+    """
+
+    __slots__ = ("_by_tokens", "_sizes", "_sorted")
+
+    def __init__(self) -> None:
+        self._by_tokens: dict[bytes, Block] = {}
+        self._sizes: Counter[int] = Counter()
+        """How many have how many bytes of tokens."""
+        self._sorted: list[bytes] = []
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._by_tokens.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._by_tokens)
+
+    def add(self, block: Block) -> None:
+        self._by_tokens[block.raw] = block
+        self._sizes[len(block.raw)] += 1
+        insort(self._sorted, block.raw)
+
+    def remove(self, block: Block) -> None:
+        del self._by_tokens[block.raw]
+        self._sizes[len(block.raw)] -= 1
+        if not self._sizes[len(block.raw)]:
+            del self._sizes[len(block.raw)]
+        del self._sorted[bisect_left(self._sorted, block.raw)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest one."""
+        return max(self._sizes) // 4
+
+    def beginning(self, raw: bytes) -> list[Block]:
+        """Blocks that ``raw`` begins with."""
+        found = (self._by_tokens.get(raw[:size]) for size in self._sizes if size <= len(raw))
+        return [block for block in found if block is not None]
+
+    def starting_with(self, raw: bytes) -> list[Block]:
+        """Blocks that begin with ``raw``."""
+        found = []
+        for place in range(bisect_left(self._sorted, raw), len(self._sorted)):
+            if not self._sorted[place].startswith(raw):
+                break
+            found.append(self._by_tokens[self._sorted[place]])
+        return found
+
+    def nearest(self, raw: bytes) -> Iterator[tuple[Block, int]]:
+        """Blocks and how many leading tokens agree (> 0), those that agree longest first."""
+        after = bisect_left(self._sorted, raw)
+        before = after - 1
+        agree_before, agree_after = self._agreeing(before, raw), self._agreeing(after, raw)
+        while agree_before or agree_after:
+            if agree_before >= agree_after:
+                yield self._by_tokens[self._sorted[before]], agree_before
+                before -= 1
+                agree_before = self._agreeing(before, raw)
+            else:
+                yield self._by_tokens[self._sorted[after]], agree_after
+                after += 1
+                agree_after = self._agreeing(after, raw)
+
+    def _agreeing(self, place: int, raw: bytes) -> int:
+        if not 0 <= place < len(self._sorted):
+            return 0
+        tokens, other = np.frombuffer(raw, "<i4"), np.frombuffer(self._sorted[place], "<i4")
+        return common_prefix(tokens, other)
+
+
 class Index:
     """All blocks, from the root down."""
 
@@ -177,10 +251,10 @@ class Index:
             if not home[key]:
                 del home[key]
             return
-        siblings = block.parent.children[_child_key(block)]
+        siblings = block.parent.children[block.id.segment]
         siblings.remove(block)
         if not siblings:
-            del block.parent.children[_child_key(block)]
+            del block.parent.children[block.id.segment]
 
     def reaches(self, block: Block) -> bool:
         """Whether the way from the root to ``block`` is known."""
@@ -197,57 +271,60 @@ class Index:
                 return
             block = parent
 
-    def alike(self, block_id: BlockId) -> list[Block]:
-        """Blocks beside ``block_id`` of which one starts with all tokens of the other."""
-        parent = self._blocks.get(block_id.parent)
-        if parent is None:
-            return []
-        raw = block_id.tokens.tobytes()
-        beside = parent.children.get((block_id.segment, int(block_id.tokens[0])), ())
-        return [
-            other
-            for other in beside
-            if other.key != block_id.key
-            and (other.raw.startswith(raw) or raw.startswith(other.raw))
-        ]
+    def shorter(self, block_id: BlockId) -> list[Block]:
+        """Blocks beside ``block_id`` that it begins with."""
+        siblings = self._siblings(block_id)
+        found = siblings.beginning(block_id.tokens.tobytes()) if siblings else []
+        return [block for block in found if block.key != block_id.key]
 
-    def walk(
-        self, tokens: Tokens, segments: tuple[Segment, ...], enter: Callable[[Block], bool]
-    ) -> Iterator[tuple[Block, int]]:
-        """Every block on the way of a prompt, and how many of its leading tokens agree (> 0).
+    def longer(self, block_id: BlockId) -> list[Block]:
+        """Blocks beside ``block_id`` that begin with it."""
+        siblings = self._siblings(block_id)
+        found = siblings.starting_with(block_id.tokens.tobytes()) if siblings else []
+        return [block for block in found if block.key != block_id.key]
 
-        Goes on behind blocks that agree wholly, and only through blocks that ``enter`` accepts.
+    def longest(
+        self, tokens: Tokens, segments: tuple[Segment, ...], worth: Callable[[Block, int], int]
+    ) -> tuple[int, Block] | None:
+        """The longest prefix of a prompt: its length (tokens) and the block it ends in.
+
+        ``worth`` is asked how many of the leading tokens of a block that agree with the prompt do
+        count; behind the block it goes on only where all of its tokens do.
         """
-        tokens = np.ascontiguousarray(tokens, dtype="<i4")
-        raw = tokens.tobytes()
+        raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         ids = [segment_id(segment) for segment in segments]
         ends = [len(tokens) if segment.end is None else segment.end for segment in segments]
+        longest, last = 0, self.root
         to_visit = [self.root]
         while to_visit:
             block = to_visit.pop()
             position = block.end
             which = bisect_right(ends, position)
-            if position >= len(tokens) or which == len(ends):
+            siblings = block.children.get(ids[which]) if which < len(ends) else None
+            if siblings is None:
                 continue
-            limit = min(ends[which], len(tokens)) - position
-            for child in block.children.get((ids[which], int(tokens[position])), ()):
-                if not enter(child):
-                    continue
-                size = len(child)
-                if size <= limit and raw[4 * position : 4 * (position + size)] == child.raw:
-                    yield child, size
+            rest = raw[4 * position : 4 * min(ends[which], position + siblings.longest)]
+            for child in siblings.beginning(rest):
+                counting = worth(child, len(child))
+                if counting == len(child):
                     to_visit.append(child)
-                else:
-                    size = min(size, limit)
-                    yield child, common_prefix(tokens[position : position + size], child.tokens)
+                if position + counting > longest:
+                    longest, last = position + counting, child
+            for child, agreeing in siblings.nearest(rest):
+                if position + agreeing <= longest:
+                    break
+                counting = worth(child, agreeing)
+                if position + counting > longest:
+                    longest, last = position + counting, child
+        return (longest, last) if longest else None
+
+    def _siblings(self, block_id: BlockId) -> Siblings | None:
+        parent = self._blocks.get(block_id.parent)
+        return parent.children.get(block_id.segment) if parent is not None else None
 
     def _attach(self, block: Block, parent: Block) -> None:
         block.parent = parent
-        parent.children.setdefault(_child_key(block), []).append(block)
-
-
-def _child_key(block: Block) -> tuple[bytes, int]:
-    return block.id.segment, int(block.tokens[0])
+        parent.children.setdefault(block.id.segment, Siblings()).add(block)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -92,7 +92,7 @@ class Lease:
         """A stored block that has the tail's bytes, as good as the cells': itself or longer."""
         same = self._tiers.index.get(tail.key)
         stored = [same] if same is not None else []
-        stored += [other for other in self._tiers.index.alike(tail) if len(other) > len(tail)]
+        stored += self._tiers.index.longer(tail)
         return next((block for block in stored if self._saves(block, tail)), None)
 
     def _saves(self, block: Block | None, block_id: BlockId) -> bool:

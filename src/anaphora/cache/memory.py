@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import mmap
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 
 from anaphora.cache.index import Block
 from anaphora.cache.recency import Recency
 
 GRANULE = 64 * 1024
 """Buffer sizes are multiples of this (bytes), so that a freed buffer fits the next block."""
+
+MAP_AHEAD = 256 * 1024 * 1024
+"""At most this much memory (bytes) is mapped before it is needed."""
 
 
 class Buffer:
@@ -51,11 +56,14 @@ class MemoryTier:
         """Bytes of buffers waiting to be used again."""
         self.held: Recency[Buffer] = Recency(lambda block: bool(block.memory))
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._coming: deque[Future[mmap.mmap]] = deque()
+        """Buffers being mapped; they count as free."""
         self._pinned: set[Buffer] = set()
 
     def take(self, size: int, block: Block, part: str) -> Buffer | None:
         """A buffer of ``size`` bytes to fill, or ``None`` where something must go first."""
         capacity = rounded(size)
+        self._collect_mapped(wait=not self._free[capacity])
         if self._free[capacity]:
             self.free -= capacity
             memory = self._free[capacity].pop()
@@ -64,10 +72,19 @@ class MemoryTier:
             if self.used + self.free + capacity > self.budget:
                 return None
             memory = mmap.mmap(-1, capacity)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)  # far fewer page faults at the first fill
         self.used += capacity
         return Buffer(memory, capacity, size, block, part)
+
+    def map_ahead(self, sizes: Iterable[int], threads: Executor) -> None:
+        """Map buffers for parts of these sizes in the background, as far as the budget allows.
+
+        The first fill of fresh memory is mostly page faults: as slow as reading a block from disk.
+        """
+        for capacity in map(rounded, sizes):
+            if self.used + self.free + capacity > min(self.budget, MAP_AHEAD):
+                return
+            self.free += capacity
+            self._coming.append(threads.submit(_mapped, capacity))
 
     def give_back(self, buffer: Buffer) -> None:
         self.used -= buffer.capacity
@@ -103,6 +120,12 @@ class MemoryTier:
         stays = sum(buffer.capacity for buffer in kept)
         return stays + sum(rounded(size) for size in sizes) <= self.budget
 
+    def _collect_mapped(self, wait: bool) -> None:
+        """Take over buffers mapped in the background."""
+        while self._coming and (wait or self._coming[0].done()):
+            memory = self._coming.popleft().result()
+            self._free[len(memory)].append(memory)
+
     def _unmap_down_to(self, size: int) -> None:
         """Unmap free buffers until at most ``size`` bytes are mapped, or none are free."""
         for buffers in self._free.values():
@@ -114,3 +137,11 @@ class MemoryTier:
 def rounded(size: int) -> int:
     """Bytes a buffer of ``size`` bytes takes."""
     return max(1, -(-size // GRANULE)) * GRANULE
+
+
+def _mapped(capacity: int) -> mmap.mmap:
+    """Fresh memory whose pages are all there."""
+    memory = mmap.mmap(-1, capacity)
+    with open("/dev/zero", "rb", buffering=0) as zeros:
+        zeros.readinto(memory)
+    return memory

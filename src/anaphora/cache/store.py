@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from anaphora.clock import Clock, SystemClock
 __all__ = ["CacheStats", "Lease", "Loaded", "Match", "Misses", "Piece", "PrefixCache"]
 
 READ_THREADS = 4
+"""They mostly wait for the disk, which is fastest with a few requests at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,20 +105,20 @@ class PrefixCache:
         self._stores_refused = 0
         if disk is not None:
             self._tiers.recover()
+            latest = sorted(disk.held, key=lambda file: -file.block.tick)
+            sizes = [file.header.payload_bytes for file in latest]
+            self._memory.map_ahead(sizes, self._threads)
 
     def match(self, tokens: Tokens, segments: tuple[Segment, ...] = DEFAULT_SEGMENTS) -> Match:
         """The longest token-exact prefix of a prompt with bytes in memory or on disk."""
         self._lookups += 1
-        best: tuple[tuple[int, int, bool, bool], Block] | None = None
-        for block, agreeing in self._index.walk(tokens, segments, lambda block: block.has_bytes):
-            end = block.start + agreeing
-            rank = end, block.prefilled_to(end), block.exact, bool(block.memory)
-            if best is None or rank > best[0]:
-                best = rank, block
-        if best is None:
+        found = self._index.longest(
+            tokens, segments, lambda block, agreeing: agreeing if block.has_bytes else 0
+        )
+        if found is None:
             self._tiers.misses["absent"] += 1
             return Match()
-        (end, *_), last = best
+        end, last = found
         self._tiers.touch(last)
         pieces = [Piece(block, min(block.end, end) - block.start) for block in last.chain()]
         return Match(tuple(reversed(pieces)))
@@ -130,7 +130,7 @@ class PrefixCache:
         """
         return self.entries.read_tokens(self._index, tokens, segments)
 
-    def restore(self, pieces: Sequence[Piece]) -> Iterator[Loaded]:
+    def restore(self, pieces: Sequence[Piece]) -> Generator[Loaded, None, None]:
         """The bytes of pieces of a match, in order, read ahead and checked in threads.
 
         Ends early at the first block that is damaged or gone, which is then dropped and counted.
@@ -156,6 +156,8 @@ class PrefixCache:
         stored are kept where they are as good, and replaced where they are not. False, with
         nothing kept: there is no room, nothing the block could follow, or ``fill`` gave up.
         """
+        if decoded_from is not None and decoded_from >= block_id.end:
+            decoded_from = None
         block = self._index.get(block_id.key)
         if (
             block is not None

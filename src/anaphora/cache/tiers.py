@@ -49,7 +49,8 @@ class Tiers:
         self._ahead_of_disk: set[EntryId] = set()
         """Entries of which the index on disk has less."""
         self._declined: set[Buffer] = set()
-        """The disk is full of blocks used more recently than these."""
+        """No use trying: the disk is full of blocks used more recently than these or what is
+        before them."""
 
     # Use
 
@@ -75,15 +76,17 @@ class Tiers:
     # Memory
 
     def reserve(
-        self, block: Block, sizes: Mapping[str, int], keep: set[Block]
+        self, block: Block, sizes: Mapping[str, int], keep: set[Block], *, insist: bool = True
     ) -> dict[str, Buffer] | None:
         """Buffers for parts of ``block``, by evicting what was used least recently.
 
-        Nothing in ``keep`` is evicted unless it is on disk too and nothing else is left. ``None``:
-        no room.
+        Nothing in ``keep`` is evicted, except, to ``insist``, what is on disk too while nothing
+        else is left. ``None``: no room.
         """
         wanted = list(sizes.values())
         if not self.memory.could_take(wanted, keep):
+            if not insist:
+                return None
             keep = {kept for kept in keep if not self.write(kept)}
             if not self.memory.could_take(wanted, keep):
                 return None
@@ -147,12 +150,14 @@ class Tiers:
         """
         if self.disk is None:
             return False
+        more = False
         for block in self._to_write():
-            if not self.disk.ready or time.perf_counter() >= deadline:
+            if more or not self.disk.ready:
                 break
             self.write(block)
+            more = time.perf_counter() >= deadline
         self._write_index(self.disk)
-        return self.disk.ready and bool(self._unwritten)
+        return more
 
     def _to_write(self) -> Iterator[Block]:
         """Blocks that wait to be written: those used again, then whole blocks, then tails."""
@@ -168,24 +173,28 @@ class Tiers:
         """
         if self.disk is None:
             return False
-        unwritten = []
+        unwritten: list[Buffer] = []
         for above in block.chain():
             buffers = [buffer for buffer in above.memory.values() if not _is_written(buffer)]
-            if not buffers and not above.disk:
+            if not buffers and above is not block and above.disk:
+                break  # on disk, and so is what is before it
+            unwritten += buffers
+            if not above.has_bytes:
+                self._decline(block)
                 return False
-            if not buffers and above is not block:
-                break
-            unwritten.append(buffers)
-        return all(self._write(buffer) for buffers in reversed(unwritten) for buffer in buffers)
+        for buffer in sorted(unwritten, key=lambda buffer: buffer.block.start):
+            if not self._write(buffer):
+                if self.disk.ready:
+                    self._decline(block)
+                return False
+        return True
 
     def _write(self, buffer: Buffer) -> bool:
         disk, block = self.disk, buffer.block
         if disk is None or not disk.ready or buffer in self._declined:
             return False
         if not self._make_disk_room(block, disk.file_bytes(buffer)):
-            self._unwritten.pop(buffer, None)
-            self._used_again.pop(buffer, None)
-            self._declined.add(buffer)
+            self._decline(block)
             return False
         if not disk.put(buffer):
             return False
@@ -193,6 +202,14 @@ class Tiers:
         self._used_again.pop(buffer, None)
         self.supersede_tails(block)
         return True
+
+    def _decline(self, block: Block) -> None:
+        """Don't try to write a block again before it is used again."""
+        for buffer in block.memory.values():
+            if not _is_written(buffer):
+                self._unwritten.pop(buffer, None)
+                self._used_again.pop(buffer, None)
+                self._declined.add(buffer)
 
     def _make_disk_room(self, block: Block, size: int) -> bool:
         """Evict files used less recently than ``block`` until ``size`` more bytes fit."""
@@ -205,6 +222,7 @@ class Tiers:
                 return False
             disk.drop(victim)
             self.evicted_from_disk += 1
+            self._ahead_of_disk.update(entry.id for entry in self.entries.over(victim.block))
             self.settle(victim.block)
         return True
 
@@ -295,11 +313,10 @@ class Tiers:
 
         One that is on disk stays there until ``block`` is.
         """
-        for tail in self.index.alike(block.id):
+        for tail in self.index.shorter(block.id):
             buffers = list(tail.memory.values())
             if (
-                len(tail) > len(block)
-                or tail.children
+                tail.children
                 or not tail.parts <= block.parts
                 or not block.at_least(tail.end, tail.decoded_from, tail.exact)
                 or any(buffer.pins for buffer in buffers)
@@ -327,6 +344,8 @@ class Tiers:
         for block in list(self.index):
             if self.index.get(block.key) is block:
                 self.index.prune(block)
+        if self.disk is not None:
+            self._write_index(self.disk)
 
     def _is_tail(self, block: Block) -> bool:
         return block.end % self._block_size != 0 and not block.children

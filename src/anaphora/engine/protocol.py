@@ -157,6 +157,7 @@ class Done:
     computed_tokens: int
     """Prompt tokens that were really computed, counting again any that were parked and lost."""
     generated_tokens: int
+    """Without the token that ended the answer, if one did."""
     times: Times
     prompt_logits: NDArray[np.float32] | None = None
     """Shape (vocabulary size,); only where the request asked for it."""

@@ -30,6 +30,9 @@ def well_formed(text: str) -> str:
 class TextPart:
     text: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", well_formed(self.text))
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -40,6 +43,10 @@ class Message:
     role: str
     content: tuple[TextPart, ...] = ()
     fields: Mapping[str, Plain] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "role", well_formed(self.role))
+        object.__setattr__(self, "fields", plain(self.fields))
 
     @property
     def text(self) -> str:
@@ -55,8 +62,8 @@ class Message:
 
         :raises PromptError: no role, a content part that is not text, or a value JSON cannot hold.
         """
-        members = _plain(data)
-        if not isinstance(members, dict) or not isinstance(members.get("role"), str):
+        members = dict(data) if isinstance(data, Mapping) else {}
+        if not isinstance(members.get("role"), str):
             raise PromptError("a message must be an object with a role")
         role, content = members.pop("role"), members.pop("content", None)
         present = {name: value for name, value in members.items() if value not in (None, [])}
@@ -70,6 +77,9 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Plain, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", tuple(plain(self.tools)))
+
     @classmethod
     def parse(
         cls,
@@ -82,7 +92,7 @@ class Conversation:
         """
         return cls(
             tuple(m if isinstance(m, Message) else Message.parse(m) for m in messages),
-            tuple(_plain(tool) for tool in tools or ()),
+            tuple(tools or ()),
         )
 
 
@@ -100,8 +110,11 @@ def _parts(role: str, content: Plain) -> Iterable[TextPart]:
             yield TextPart(text)
 
 
-def _plain(value: Plain, depth: int = 0) -> Plain:
-    """A copy in lists and dicts, with the rule for surrogates applied to every string."""
+def plain(value: Plain, depth: int = 0) -> Plain:
+    """A copy in lists and dicts, with the rule for surrogates applied to every string.
+
+    :raises PromptError: a value JSON cannot hold, or more than 100 levels of nesting.
+    """
     if isinstance(value, str):
         return well_formed(value)
     if value is None or isinstance(value, bool | int | float):
@@ -109,7 +122,7 @@ def _plain(value: Plain, depth: int = 0) -> Plain:
     if depth > 100:
         raise PromptError("the conversation holds data nested more than 100 levels deep")
     if isinstance(value, Mapping):
-        return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in value.items()}
+        return {plain(k, depth + 1): plain(v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
+        return [plain(item, depth + 1) for item in value]
     raise PromptError(f"the conversation holds a {type(value).__name__}, which is no JSON value")

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from anaphora.errors import PromptError
 from anaphora.prompt.conversation import Plain
 
-# Unicode promises never to assign the first group; the second is the private use of plane 15.
-_NONCHARACTERS = chain(
-    range(0xFDD0, 0xFDF0),
-    *(range(plane << 16 | 0xFFFE, (plane << 16) + 0x10000) for plane in range(17)),
-)
-_CANDIDATES = [chr(point) for point in chain(_NONCHARACTERS, range(0xF0000, 0xFFFFE))]
-
+# Unicode promises never to assign these; the private use of plane 15 is there if they run out.
+_NONCHARACTERS = [
+    *map(chr, range(0xFDD0, 0xFDF0)),
+    *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
+]
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _ROLES = {
     *("system", "developer", "user", "assistant", "tool", "function"),
     *("model", "ipython", "observation"),
@@ -34,8 +33,11 @@ def unused_characters(texts: Sequence[str], count: int) -> list[str]:
     :raises PromptError: the texts hold nearly all of the 65,600 that could be used.
     """
     rich = [text for text in texts if not text.isascii()]
-    free = (c for c in _CANDIDATES if not any(c in text for text in rich))
+    free = (c for c in _NONCHARACTERS if not any(c in text for text in rich))
     found = list(islice(free, count))
+    if len(found) < count:
+        used = set().union(*rich)
+        found += islice((c for c in map(chr, _PRIVATE_USE) if c not in used), count - len(found))
     if len(found) < count:
         raise PromptError("the conversation uses up all of Unicode's noncharacters")
     return found

@@ -147,8 +147,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if name not in _NO_FILTERS
         }
         self.filters |= {"_iterate": _iterate, "_weigh": _weigh, "_measure": _measure}
+        tests: dict[str, Any] = dict(self.tests)
         for name in _DEEP_TESTS:
-            self.tests[name] = _metered_test(self.tests[name])
+            tests[name] = _metered_test(tests[name])
+        self.tests = tests
         for name in _NO_GLOBALS:
             del self.globals[name]
 

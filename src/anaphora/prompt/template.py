@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from anaphora.clock import Clock, SystemClock
 from anaphora.errors import TemplateError
+from anaphora.prompt.conversation import well_formed
 from anaphora.prompt.sandbox import BASE_BUDGET, BUDGET_FACTOR, Budget, ChatEnvironment, limited
 
 CHATML = (
@@ -53,11 +54,10 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise TemplateError("the chat template is larger than 1 MiB")
         self.source = source
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         environment = ChatEnvironment()
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = self._now
         try:
             with limited(BASE_BUDGET):
                 self._template = environment.from_string(source)
@@ -73,9 +73,12 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        now: float | None = None,
     ) -> str:
         """The text of ``messages``.
 
+        :param now: what the template takes for the time, in seconds since the Unix epoch;
+            ``None``: the clock's.
         :raises TemplateError: the template refuses the conversation, breaks, breaks a rule of the
             sandbox, or does more work than :mod:`anaphora.prompt.sandbox` allows.
         """
@@ -89,9 +92,11 @@ class ChatTemplate:
         }
         weight = _Scale()
         weight.weigh(variables)
+        moment = datetime.fromtimestamp(self.clock.now() if now is None else now)
+        variables["strftime_now"] = lambda form: moment.strftime(str(form)[:200])
         try:
             with limited(BASE_BUDGET + BUDGET_FACTOR * weight.units):
-                return self._template.render(variables)
+                return well_formed(self._template.render(variables))
         except TemplateError:
             raise
         except Exception as error:  # a template can raise anything
@@ -109,9 +114,6 @@ class ChatTemplate:
             return probe in self.render([{"role": "user", "content": content}])
         except TemplateError:
             return False
-
-    def _now(self, form: str) -> str:
-        return datetime.fromtimestamp(self._clock.now()).strftime(str(form)[:200])
 
 
 class _Scale(Budget):

@@ -17,8 +17,9 @@ import numpy as np
 
 from anaphora.cache.keys import Tokens
 from anaphora.clock import Clock
+from anaphora.errors import TemplateError
 from anaphora.prompt.boundaries import Boundaries, Places
-from anaphora.prompt.conversation import Conversation, Plain, well_formed
+from anaphora.prompt.conversation import Conversation, Plain, plain, well_formed
 from anaphora.prompt.guard import ControlTokens, Guard, strings, unused_characters
 from anaphora.prompt.layout import Layout, PieceCache
 from anaphora.prompt.marks import (
@@ -89,7 +90,7 @@ class Renderer:
         :raises PromptError: the conversation leaves no character to guard it with.
         """
         request = _Request(
-            self._template, self._control, conversation, add_generation_prompt, options or {}
+            self._template, self._control, conversation, add_generation_prompt, plain(options or {})
         )
         guarded = request.render()
         layout = Layout(
@@ -114,6 +115,8 @@ class _Request:
         self._template = template
         self._messages = conversation.messages
         self._add_generation_prompt = add_generation_prompt
+        # Every rendering of one request shows the same time.
+        self._now = template.clock.now()
         texts = [template.source, *strings([conversation.tools, options])]
         for message in self._messages:
             texts += [message.role, *(part.text for part in message.content)]
@@ -136,12 +139,13 @@ class _Request:
             tools=self._tools,
             add_generation_prompt=self._add_generation_prompt,
             options=self._options,
+            now=self._now,
         )
 
     def positions(self, guarded: str) -> dict[Edge | CallEdge, int | None]:
         """Where in ``guarded`` the edges lie; ``None`` where the template dropped the mark.
 
-        Some templates compare or cut content, so that a mark changes what they write. Then the
+        Some templates compare or cut content, so that a mark changes what they do. Then the
         edges are tried in halves, and those that cannot be marked are missing from the result.
         """
         accepted: list[int] = []
@@ -151,8 +155,11 @@ class _Request:
             if not waiting:
                 break
             group = waiting.pop(0)
-            plain, places = self._marks.take_out(self.render([*accepted, *group]))
-            if plain == guarded:
+            try:
+                bare, places = self._marks.take_out(self.render([*accepted, *group]))
+            except TemplateError:
+                bare, places = "", {}
+            if bare == guarded:
                 accepted += group
                 found = places
             elif len(group) > 1:

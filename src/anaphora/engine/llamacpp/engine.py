@@ -520,15 +520,15 @@ class LlamaEngine:
         job.reserved = live.length + more
 
     def _accept(self, job: _Job, token: int) -> None:
-        if not job.generated:
-            job.first_token = time.perf_counter() - job.submitted
-        job.generated.append(token)
         live = job.live
         assert live is not None
+        if not job.first_token:
+            job.first_token = time.perf_counter() - job.submitted
         if token in self._vocabulary.end_of_generation:
             self._report(job, (), job.stream.finish())
             self._finish(job, "end")
             return
+        job.generated.append(token)
         text = job.stream.feed(self._vocabulary.piece(token))
         if job.stream.stopped is not None:
             self._report(job, (token,), text)

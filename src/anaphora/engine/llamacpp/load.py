@@ -221,9 +221,10 @@ def _open_cache(
             disk = DiskTier.open(
                 folder,
                 root,
-                {"name": model.name, "file": str(model.path), **found},
+                found,
                 _disk_budget(settings, folder),
                 clock,
+                model.name,
             )
         except CacheBusyError as error:
             problem = f"{error}; this process caches in memory only"

@@ -45,6 +45,7 @@ class LlamaModel:
         check_complete(path)
         self.path = path
         self.pointer: Any = None
+        self._vocabulary: LlamaVocabulary | None = None
         self._keep = params.keep
         with logs.errors() as errors:
             self.pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
@@ -52,7 +53,7 @@ class LlamaModel:
             why = errors[-1] if errors else "llama.cpp gives no reason"
             raise ModelFileError(f"{path} can't be loaded: {why}; try another file of this model")
         try:
-            self.vocabulary = LlamaVocabulary(self.pointer)
+            self._vocabulary = LlamaVocabulary(self.pointer)
             self.metadata: Mapping[str, str] = _metadata(self.pointer)
             self.architecture = self.metadata.get("general.architecture", "unknown")
             self.name = self.metadata.get("general.name") or path.stem
@@ -62,6 +63,11 @@ class LlamaModel:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        assert self._vocabulary is not None
+        return self._vocabulary
 
     @property
     def chat_template(self) -> str | None:
@@ -92,6 +98,8 @@ class LlamaModel:
         return layers * heads * key, layers * heads * value
 
     def close(self) -> None:
+        if self._vocabulary is not None:
+            self._vocabulary.close()
         if self.pointer:
             lib.llama_model_free(self.pointer)  # frees its adapters too
             self.pointer = None

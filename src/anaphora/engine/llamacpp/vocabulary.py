@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from llama_cpp import llama_cpp
 
+from anaphora.errors import EngineError
+
 
 class LlamaVocabulary:
     """Implements :class:`anaphora.vocabulary.Vocabulary` on a loaded ``llama_model``.
 
-    The caller owns ``model`` and keeps it loaded for as long as this object is used. llama.cpp
-    only reads the vocabulary after loading, so several threads may share one object.
+    The caller owns ``model``, and closes this object before it frees it: other threads may be in
+    the middle of a call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,6 +30,8 @@ class LlamaVocabulary:
         self._eos = _token_or_none(llama_cpp.llama_vocab_eos(vocab))
         self._add_bos = bool(llama_cpp.llama_vocab_get_add_bos(vocab)) and self._bos is not None
         self._pieces: list[bytes | None] = [None] * self._size
+        self._lock = threading.Lock()
+        self._closed = False
 
         attributes = [llama_cpp.llama_vocab_get_attr(vocab, token) for token in range(self._size)]
         control = [
@@ -111,16 +117,32 @@ class LlamaVocabulary:
             piece = self._pieces[token] = self._read_piece(token)
         return piece
 
+    def close(self) -> None:
+        """No native call is running or will be made once this returns."""
+        with self._lock:
+            self._closed = True
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise EngineError("the model is closed: load it again")
+            yield
+
     def _tokenize(self, data: bytes, buffer: Any, capacity: int) -> int:
-        return int(
-            llama_cpp.llama_tokenize(self._vocab, data, len(data), buffer, capacity, False, False)
-        )
+        with self._open():
+            return int(
+                llama_cpp.llama_tokenize(
+                    self._vocab, data, len(data), buffer, capacity, False, False
+                )
+            )
 
     def _read_piece(self, token: int) -> bytes:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            length = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, False)
+            with self._open():
+                length = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, False)
             if length >= 0:
                 return buffer.raw[:length]
             size = -length

@@ -95,16 +95,20 @@ class ReferenceEngine:
         model: ReferenceModel,
         emit: Emit,
         cache: PrefixCache | None = None,
+        *,
+        block_size: int = 256,
         context_size: int | None = None,
     ) -> None:
         """``cache`` must be made for ``root_key(model.identity)``; the engine closes it.
 
-        ``context_size`` is in tokens; by default what the model was trained for.
+        ``block_size`` is the cache's, in tokens, and ``context_size`` what the model was trained
+        for by default.
         """
         self._model = model
         self._transformer = model.transformer
         self._emit = emit
         self._cache = cache
+        self._block_size = block_size
         self._context_size = context_size or self._transformer.shape.context_size
         self._cells = self._transformer.new_cache(self._context_size)
         self._waiting: deque[_Sequence] = deque()
@@ -283,8 +287,8 @@ class ReferenceEngine:
     def _release(self, sequence: _Sequence) -> None:
         """Stop running; the cells still hold what was computed, until they are wanted."""
         done = sequence.computed
-        if done < sequence.prompt_length and self._cache is not None:
-            done -= done % self._cache.block_size  # only finished blocks of an unfinished prompt
+        if done < sequence.prompt_length:
+            done -= done % self._block_size  # only finished blocks of an unfinished prompt
         self._promise(sequence, done)
         self._running, self._resident = None, sequence
         if sequence.lease is not None:

@@ -50,7 +50,7 @@ def load(path: str | os.PathLike[str]) -> ReferenceModel:
         pre=metadata.text("tokenizer.ggml.pre", "default"),
         texts=metadata.get("tokenizer.ggml.tokens"),
         types=metadata.get("tokenizer.ggml.token_type"),
-        merges=metadata.get("tokenizer.ggml.merges"),
+        merges=metadata.get("tokenizer.ggml.merges", []),
         bos=metadata.get("tokenizer.ggml.bos_token_id", None),
         eos=metadata.get("tokenizer.ggml.eos_token_id", None),
         ends=[

@@ -1,0 +1,207 @@
+"""The library on a tiny model: what the README's handful of lines promise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from anaphora import GREEDY, CacheHints, Chat, Model, Sampling, Segment
+from anaphora.engine.protocol import Done, Request
+from anaphora.errors import (
+    CacheDirectoryError,
+    EngineError,
+    PromptError,
+    PromptTooLongError,
+    TemplateError,
+)
+from anaphora.prompt.conversation import Message
+
+Load = Callable[..., Model]
+DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+
+
+@pytest.fixture
+def load(tiny_llama: Path, tmp_path: Path) -> Iterator[Load]:
+    models: list[Model] = []
+
+    def load_(**settings: object) -> Model:
+        values: dict[str, object] = {
+            "cache_dir": tmp_path / "cache",
+            "memory_budget": 64 << 20,
+            "threads": 1,
+            **settings,
+        }
+        models.append(Model.load(tiny_llama, **values))  # type: ignore[arg-type]
+        return models[-1]
+
+    yield load_
+    for model in models:
+        model.close()
+
+
+def test_generate_tells_what_was_read_and_computed(load: Load) -> None:
+    model = load()
+    cold = model.generate(DOCUMENT, max_tokens=8, sampling=GREEDY)
+    warm = model.generate(DOCUMENT, max_tokens=8, sampling=GREEDY)
+    assert cold.usage.read_tokens == 0
+    assert cold.usage.computed_tokens == cold.usage.written_tokens == cold.usage.prompt_tokens
+    assert warm.usage.read_tokens == warm.usage.prompt_tokens
+    assert warm.usage.computed_tokens == 1
+    assert warm.usage.found.total == warm.usage.prompt_tokens - 1
+    assert (warm.text, warm.tokens) == (cold.text, cold.tokens)
+    assert warm.times.first_token > 0
+
+
+def test_a_stream_joined_is_the_whole_answer(load: Load) -> None:
+    model = load()
+    stream = model.stream(DOCUMENT, max_tokens=40, sampling=Sampling(seed=3))
+    assert stream.started.prompt_tokens == len(model.tokenize(DOCUMENT))
+    text = "".join(stream)
+    assert text == stream.reply.text
+    again = model.generate(DOCUMENT, max_tokens=40, sampling=Sampling(seed=3))
+    assert again.text == text
+
+
+def test_leaving_a_stream_early_cancels_it_and_keeps_what_was_computed(load: Load) -> None:
+    model = load(parallel=1)
+    for _ in model.stream(DOCUMENT, max_tokens=5000):
+        break
+    reply = model.generate(DOCUMENT, max_tokens=1)
+    assert reply.usage.computed_tokens == 1
+    stream = model.stream(DOCUMENT, max_tokens=5000)
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(EngineError, match="cancelled"):
+        _ = stream.reply
+
+
+def test_a_chat_reads_everything_but_the_new_lines(load: Load) -> None:
+    model = load()
+    chat = model.chat("Answer from this text. " + DOCUMENT, max_tokens=30)
+    first = chat.send("What time is it?")
+    second = chat.send("And the weather?")
+    assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert chat.messages[2].text == first.text
+    assert second.usage.read_tokens >= first.usage.prompt_tokens
+    # The answer is text again when it comes back, and random bytes rarely survive that.
+    assert second.usage.computed_tokens <= second.usage.prompt_tokens - first.usage.prompt_tokens
+
+
+def test_settling_the_turn_prepares_the_next_one(load: Load) -> None:
+    model = load()
+    chat = model.chat(DOCUMENT, max_tokens=60, sampling=Sampling(seed=1))
+    chat.send("What time is it?")
+    wait_until_settled(model, chat)
+    question = Message.parse({"role": "user", "content": "And the weather?"})
+    following = [*chat.messages, question]
+    prompt = model.render(following)
+    ready = len(model.render(chat.messages, add_generation_prompt=False).tokens)
+    reply = model.generate(prompt.tokens, max_tokens=1)
+    assert reply.usage.computed_tokens == len(prompt.tokens) - ready
+    assert reply.usage.found.decoded == 0 or reply.usage.read_tokens >= ready
+
+
+def wait_until_settled(model: Model, chat: Chat) -> None:
+    """Another settling of the same conversation is served after the first."""
+    done = threading.Event()
+    prompt = model.render(chat.messages, add_generation_prompt=False)
+    request = Request("probe", prompt.tokens, 0, background=True)
+    model._host.submit(request, lambda event: done.set() if isinstance(event, Done) else None)
+    assert done.wait(30)
+
+
+def test_a_restart_reads_from_disk(load: Load) -> None:
+    first = load()
+    cold = first.generate(DOCUMENT, max_tokens=8, sampling=GREEDY)
+    first.close()
+    warm = load().generate(DOCUMENT, max_tokens=8, sampling=GREEDY)
+    assert warm.usage.found.disk == cold.usage.prompt_tokens - 1
+    assert warm.usage.read_tokens == cold.usage.prompt_tokens
+    assert warm.text == cold.text
+
+
+def test_several_threads_share_one_model(load: Load) -> None:
+    model = load()
+    expected = model.generate(DOCUMENT, max_tokens=20, sampling=GREEDY).text
+    answers: list[str] = []
+
+    def ask() -> None:
+        answers.append(model.generate(DOCUMENT, max_tokens=20, sampling=GREEDY).text)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [expected] * 6
+
+
+def test_a_second_process_on_the_folder_works_from_memory_and_says_so(load: Load) -> None:
+    first = load()
+    second = load()
+    assert first.info.warnings == ()
+    (warning,) = second.info.warnings
+    assert "memory only" in warning
+    assert second.generate(DOCUMENT, max_tokens=2).usage.found.total == 0
+    assert second.generate(DOCUMENT, max_tokens=2).usage.computed_tokens == 1
+
+
+def test_without_a_folder_the_cache_is_in_memory(load: Load) -> None:
+    model = load(cache_dir=None)
+    model.generate(DOCUMENT, max_tokens=2)
+    assert model.generate(DOCUMENT, max_tokens=2).usage.computed_tokens == 1
+
+
+def test_tenants_are_apart(load: Load) -> None:
+    model = load()
+    ours = CacheHints((Segment("us", b"secret"),))
+    theirs = CacheHints((Segment("them", b"other"),))
+    model.generate(DOCUMENT, max_tokens=2, cache=ours)
+    assert model.generate(DOCUMENT, max_tokens=2, cache=theirs).usage.read_tokens == 0
+    assert model.generate(DOCUMENT, max_tokens=2, cache=ours).usage.computed_tokens == 1
+
+
+class TestBadInput:
+    def test_prompts(self, load: Load) -> None:
+        model = load(context_size=256)
+        with pytest.raises(PromptTooLongError, match="256"):
+            model.generate(DOCUMENT)
+        with pytest.raises(PromptError, match="empty"):
+            model.generate("")
+        with pytest.raises(PromptError):
+            model.generate([10**6])
+        with pytest.raises(PromptError, match="role"):
+            model.render([{"content": "no role"}])
+        assert model.generate("still fine", max_tokens=3).usage.generated_tokens > 0
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for x in %}",
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "{{ 'a' * 10**12 }}",
+            "{{ raise_exception('not for you') }}",
+        ],
+    )
+    def test_hostile_templates(self, load: Load, tmp_path: Path, template: str) -> None:
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+        with pytest.raises(TemplateError) as caught:
+            load(chat_template=path).chat().send("hello")
+        assert "\n" not in str(caught.value)
+
+    def test_a_cache_folder_that_cannot_be_one(self, load: Load, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_text("")
+        with pytest.raises(CacheDirectoryError, match="--cache-dir"):
+            load(cache_dir=file / "cache")
+
+    def test_a_closed_model_says_so(self, load: Load) -> None:
+        model = load()
+        model.close()
+        with pytest.raises(EngineError, match="closed"):
+            model.generate("hello")
