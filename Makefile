@@ -1,4 +1,4 @@
-# The first of these commands sets .venv up: about three minutes, most of it to compile llama.cpp.
+# The first of these commands sets .venv up: two or three minutes, most of it to compile llama.cpp.
 
 BIN := .venv/bin
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from anaphora.bundled import bundled_model
 from tests.tiny_models import Options, write_adapter, write_model
+
+SOAK = bool(os.environ.get("ANAPHORA_SOAK"))
+"""Whether to run the full counts."""
 
 TinyModel = Callable[..., Path]
 
@@ -37,3 +42,9 @@ def tiny_llama(tiny_model: TinyModel) -> Path:
 def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA adapter for :func:`tiny_llama`."""
     return write_adapter(tmp_path_factory.mktemp("adapters") / "adapter.gguf")
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, requantized to Q8_0."""
+    return bundled_model(tmp_path_factory.mktemp("bundled"))

@@ -47,12 +47,13 @@ def test_model_is_made_once(cache_dir: Path) -> None:
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "append", "no checksum"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "append", "checksum", "no checksum"])
 def test_damaged_model_is_made_anew(
     cache_dir: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = bundled.bundled_model(cache_dir)
     size = path.stat().st_size
+    checksum = path.with_name(path.name + ".blake3")
     with path.open("r+b") as file:
         if damage == "flip":
             file.seek(size // 2)
@@ -61,11 +62,15 @@ def test_damaged_model_is_made_anew(
             file.write(bytes([byte[0] ^ 1]))
         elif damage == "cut":
             file.truncate(size - 1)
+        elif damage == "empty":
+            file.truncate(0)
         elif damage == "append":
             file.seek(0, 2)
             file.write(b"x")
+        elif damage == "checksum":
+            checksum.write_bytes(b"\xff\xfe")
         else:
-            path.with_name(path.name + ".blake3").unlink()
+            checksum.unlink()
     seen: list[int] = []
     with caplog.at_level(logging.WARNING):
         bundled.bundled_model(cache_dir, lambda done, _: seen.append(done))

@@ -65,7 +65,7 @@ def bundled_model(cache_dir: Path, progress: Progress | None = None) -> Path:
         with _locked(folder / "lock"):
             if not _intact(target, checksum):
                 requantize(source_path(), target, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, progress)
-                checksum.write_text(_digest(target) + "\n")
+                checksum.write_text(_digest(target))
     except OSError as error:
         raise CacheDirectoryError(
             f"cannot keep the bundled model in {folder}: {error.strerror or error}; "
@@ -119,7 +119,7 @@ def load_test_document(characters: int = 48_000) -> str:
 def _intact(model: Path, checksum: Path) -> bool:
     if not model.exists():
         return False
-    if checksum.exists() and checksum.read_text().strip() == _digest(model):
+    if checksum.exists() and checksum.read_bytes() == _digest(model).encode():
         return True
     logger.warning("%s is damaged or incomplete: it is made anew", model)
     return False

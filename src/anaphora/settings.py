@@ -29,7 +29,9 @@ class Settings:
     cache_dir: Path | None = DEFAULT_CACHE_DIR
     """Folder of the disk tier; ``None``: memory only."""
     memory_budget: int | None = None
-    """Bytes of the memory tier. Default: a quarter of the memory available at start."""
+    """Bytes of the memory tier. Default: a quarter of the memory available at start. With a disk
+    tier it has room for 8 blocks at least, which pass through it.
+    """
     disk_budget: int | None = None
     """Bytes of the disk tier, for this model. Default: half of the free space, at most 64 GiB."""
     block_size: int = 256

@@ -134,8 +134,8 @@ def check_consistent(cache: PrefixCache) -> None:
         assert buffer in memory.held
     for block in index:
         assert block.resident or block.children, "a block that is nowhere and holds nothing"
-        if block.parent is not None:
-            assert block.tick <= block.parent.tick or block.parent is index.root
+        if block.has_bytes and block.parent is not None and block.parent.has_bytes:
+            assert block.tick <= block.parent.tick
         for entry in block.entries.values():
             assert entries.find(entry.id) == (entry, block)
             assert block.start < entry.position <= block.end

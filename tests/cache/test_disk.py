@@ -193,6 +193,21 @@ def test_a_full_disk_tier_is_not_thrashed_by_what_memory_holds_anyway(tmp_path: 
     assert cache.read_tokens(tokens) == 64
 
 
+def test_what_was_used_less_recently_does_not_push_others_off_a_full_disk(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, disk=FILE)
+    compute(cache, prompt(1))
+    compute(cache, prompt(2))
+    read(cache, prompt(2))
+    cache.flush()
+    assert cache.unwritten == 0
+    assert cache.stats().evicted_from_disk == 0
+    read(cache, prompt(1))
+    assert cache.unwritten == PAYLOAD, "now it is wanted"
+    crash(cache)
+    cache = open_cache(tmp_path)
+    assert (read(cache, prompt(1)), read(cache, prompt(2))) == (0, 16)
+
+
 def test_a_smaller_budget_at_start_evicts(tmp_path: Path) -> None:
     clock = ManualClock()
     cache = open_cache(tmp_path, clock=clock)

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from anaphora.cache.index import Block
+from anaphora.cache.index import Block, Siblings
 from anaphora.cache.keys import DEFAULT_SEGMENTS, chain
 from anaphora.cache.memory import GRANULE, Buffer, MemoryTier
 
@@ -99,3 +99,22 @@ def test_a_use_after_sorting_counts() -> None:
     second = tier.held.next_victim(lambda held: held.block is blocks[0])
     assert second is not None
     assert (first.block, second.block) == (blocks[0], blocks[2])
+
+
+def test_a_parent_stays_while_a_child_came_after_sorting() -> None:
+    tier = MemoryTier(10 * GRANULE)
+    parent, child, other = (Block(block.id) for block in BLOCKS[:3])
+    for block, tick in ((parent, 5), (other, 4)):
+        tier.hold(take(tier, 10, block))
+        block.tick = tick
+    first = tier.held.next_victim(lambda held: False)
+    assert first is not None
+    assert first.block is other
+    tier.drop(first)
+    child.parent, child.tick = parent, 5
+    parent.children[child.id.segment] = siblings = Siblings()
+    siblings.add(child)
+    tier.hold(take(tier, 10, child))
+    second = tier.held.next_victim(lambda held: False)
+    assert second is not None
+    assert second.block is child

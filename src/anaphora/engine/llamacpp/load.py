@@ -28,6 +28,8 @@ EPOCH = "1"
 """Raised when blocks written before must not be used any more."""
 
 _IDLE_SEQUENCES = 48
+_STAGED_BLOCKS = 8
+_BLOCK_OVERHEAD = 128 << 10
 _TYPE_BYTES = {
     "f32": 4.0,
     "f16": 2.0,
@@ -123,7 +125,9 @@ def _assemble(
     try:
         token = model.vocabulary.bos
         context.warm_up(0 if token is None else token)
-        cache, problem = _open_cache(model, params, settings, memory_budget, caching, clock)
+        cache, problem = _open_cache(
+            model, params, settings, memory_budget, token_bytes, caching, clock
+        )
     except BaseException:
         context.close()
         raise
@@ -209,10 +213,15 @@ def _open_cache(
     params: Params,
     settings: Settings,
     memory_budget: int,
+    token_bytes: int,
     caching: bool,
     clock: Clock,
 ) -> tuple[PrefixCache, str | None]:
-    """The cache, and a warning where it has to do without its disk tier."""
+    """The cache, and a warning where it has to do without its disk tier.
+
+    Blocks pass through memory on their way to and from the disk, so with a disk tier the memory
+    tier has room for a few of them whatever its budget.
+    """
     found = identity(model, params, settings)
     root, disk, problem = root_key(found), None, None
     if caching and settings.cache_dir is not None:
@@ -228,9 +237,14 @@ def _open_cache(
             )
         except CacheBusyError as error:
             problem = f"{error}; this process caches in memory only"
+    if not caching:
+        memory_budget = 0
+    elif disk is not None:
+        block_bytes = token_bytes * settings.block_size + _BLOCK_OVERHEAD
+        memory_budget = max(memory_budget, _STAGED_BLOCKS * block_bytes)
     cache = PrefixCache(
         root,
-        memory_budget=memory_budget if caching else 0,
+        memory_budget=memory_budget,
         disk=disk,
         block_size=settings.block_size,
         clock=clock,
