@@ -9,7 +9,7 @@ from anaphora.cache.inspect import clear_all, clear_namespace, list_namespaces, 
 from anaphora.cache.keys import root_key
 from anaphora.clock import ManualClock
 from anaphora.errors import CacheBusyError, CacheDirectoryError
-from tests.cache.support import ROOT, block_files, compute, open_cache, prompt, read
+from tests.cache.support import IDENTITY, ROOT, block_files, compute, open_cache, prompt, read
 
 OTHER = root_key({"model": "other"})
 
@@ -32,6 +32,7 @@ def test_lists_what_is_there_without_a_model(folder: Path) -> None:
     assert info.bytes == sum(path.stat().st_size for path in block_files(info.path.parent)) - (
         infos[OTHER[:8].hex()].bytes
     )
+    assert info.identity == IDENTITY
     assert info.last_used == ManualClock().now()
     assert info.used_by is None
 
@@ -50,6 +51,16 @@ def test_names_the_process_that_uses_a_namespace_and_does_not_disturb_it(folder:
     cache.flush()
     assert verify_namespace(folder / ROOT[:8].hex()).good == 4
     assert read(cache, prompt(5)) == 16
+
+
+def test_a_damaged_description_is_no_error(folder: Path) -> None:
+    for path in folder.glob("*/namespace.json"):
+        path.write_text('["not what it was"')
+    assert [(info.model, info.identity) for info in list_namespaces(folder)] == [("", {})] * 2
+    cache = open_cache(folder)
+    assert read(cache, prompt(1, 2, length=20)) == 40
+    cache.close()
+    assert sorted(info.model for info in list_namespaces(folder)) == ["", "toy"]
 
 
 def test_an_empty_or_missing_folder_has_no_namespaces(tmp_path: Path) -> None:

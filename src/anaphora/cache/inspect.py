@@ -9,6 +9,7 @@ import mmap
 import os
 import shutil
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ class NamespaceInfo:
 
     path: Path
     model: str
+    identity: Mapping[str, str]
+    """What the namespace's root key was made of; empty where its description is damaged."""
     created: str
     """UTC, ISO 8601."""
     blocks: int
@@ -133,6 +136,7 @@ def _describe(layout: Layout) -> NamespaceInfo:
     with contextlib.suppress(OSError, ValueError):
         loaded = json.loads(layout.description.read_text())
         description = loaded if isinstance(loaded, dict) else {}
+    identity = description.get("identity")
     sizes = _sizes(layout)
     times = [time for _, time in sizes.values()]
     last_used = _last_used(layout)
@@ -141,6 +145,7 @@ def _describe(layout: Layout) -> NamespaceInfo:
     return NamespaceInfo(
         path=layout.folder,
         model=str(description.get("model", "")),
+        identity=identity if isinstance(identity, dict) else {},
         created=str(description.get("created", "")),
         blocks=len({key for key, _ in sizes}),
         tokens=_tokens(layout),

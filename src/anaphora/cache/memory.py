@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -130,8 +131,10 @@ class MemoryTier:
         """Unmap free buffers until at most ``size`` bytes are mapped, or none are free."""
         for buffers in self._free.values():
             while buffers and self.used + self.free > size:
-                # Not closed: somebody may still hold a view. It goes with its last reference.
-                self.free -= len(buffers.pop())
+                memory = buffers.pop()
+                self.free -= len(memory)
+                with contextlib.suppress(BufferError):  # a view is left: it goes with that
+                    memory.close()
 
 
 def rounded(size: int) -> int:

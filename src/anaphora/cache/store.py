@@ -93,7 +93,6 @@ class PrefixCache:
     ) -> None:
         """``memory_budget`` in bytes; blocks that don't fit it one by one can't be cached."""
         clock = clock or SystemClock()
-        self._root = root
         self._block_size = block_size
         self._disk = disk
         self._index = Index(root)
@@ -167,16 +166,16 @@ class PrefixCache:
             self._tiers.touch(block)
             return True
         before = self._usable_before(block_id)
-        buffers = None
-        if before is not None:
-            if before:
-                self._tiers.touch(before[0])
-            block = self._index.ensure(block_id)
-            buffers = self._tiers.reserve(block, sizes, {block, *before})
-        if block is None or buffers is None:
+        if before is None:
             self._stores_refused += 1
-            if block is not None:
-                self._index.prune(block)
+            return False
+        if before:
+            self._tiers.touch(before[0])
+        block = self._index.ensure(block_id)
+        buffers = self._tiers.reserve(block, sizes, {block, *before})
+        if buffers is None:
+            self._index.prune(block)
+            self._stores_refused += 1
             return False
         filled = False
         try:
@@ -245,5 +244,5 @@ class PrefixCache:
         if parent is None:
             return None
         before = list(parent.chain())
-        rooted = parent is self._index.root or before[-1].id.parent == self._root
-        return before if rooted and all(block.resident for block in before) else None
+        reached = self._index.reaches(parent) and all(block.resident for block in before)
+        return before if reached else None
