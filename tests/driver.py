@@ -96,7 +96,7 @@ class Driver:
         max_tokens: int = 8,
         *,
         sampling: Sampling = GREEDY,
-        cache: CacheHints = CacheHints(),
+        cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         background: bool = False,
         want_logits: bool = False,
     ) -> Result:
@@ -121,7 +121,7 @@ class Driver:
         max_tokens: int = 8,
         *,
         sampling: Sampling = GREEDY,
-        cache: CacheHints = CacheHints(),
+        cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         want_logits: bool = False,
     ) -> Result:
         """Submit one request and step until it has ended."""

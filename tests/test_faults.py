@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -68,14 +69,14 @@ def load(path: Path, tmp_path: Path) -> Iterator[Load]:
         model.close()
 
 
-def ask(model: Model, messages: list[dict[str, object]], tokens: int = 24) -> Reply:
+def ask(model: Model, messages: Sequence[Mapping[str, Any]], tokens: int = 24) -> Reply:
     prompt = model.render(messages)
     return model.generate(prompt.tokens, max_tokens=tokens, sampling=GREEDY)
 
 
 def test_sampled_text_that_tokenizes_differently_still_hits_the_first_prompt(load: Load) -> None:
     warm, twin = load(exact=True), load(exact=True, cache_dir=None, memory_budget=0)
-    first: list[dict[str, object]] = [
+    first: list[dict[str, Any]] = [
         {"role": "system", "content": document(warm, 1500)},
         {"role": "user", "content": "Invent twenty part numbers full of brackets and tildes"},
     ]
@@ -111,7 +112,7 @@ def test_sampled_text_that_tokenizes_differently_still_hits_the_first_prompt(loa
 def test_a_breakpoint_in_the_middle_of_anything(load: Load, head: str, tail: str) -> None:
     model, twin = load(exact=True), load(exact=True, cache_dir=None, memory_budget=0)
     text = document(model, 1500)
-    question: dict[str, object] = {"role": "user", "content": "What is it?"}
+    question: dict[str, Any] = {"role": "user", "content": "What is it?"}
     short = [{"role": "system", "content": text + head}, question]
     parts = [{"type": "text", "text": text + head}, {"type": "text", "text": tail}]
     split = [{"role": "system", "content": parts}, question]
@@ -136,7 +137,7 @@ def test_a_breakpoint_in_the_middle_of_anything(load: Load, head: str, tail: str
 @pytest.mark.parametrize("ending", ["", "\n"])
 def test_a_client_that_trims_the_answer_keeps_the_hit(load: Load, ending: str) -> None:
     model, twin = load(exact=True), load(exact=True, cache_dir=None, memory_budget=0)
-    first: list[dict[str, object]] = [
+    first: list[dict[str, Any]] = [
         {"role": "system", "content": document(model, 2000)},
         {"role": "user", "content": "Go on."},
     ]

@@ -6,13 +6,15 @@ judged. The plain loop does nothing but decode calls and sampling: no cache, no 
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +24,8 @@ from llama_cpp import llama_cpp as lib
 from anaphora.bundled import load_test_document
 from anaphora.cache.keys import Segment, Tokens
 from anaphora.clock import ManualClock
-from anaphora.engine.llamacpp.context import LlamaContext
+from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.load import load_engine
-from anaphora.engine.llamacpp.model import LlamaModel
 from anaphora.engine.llamacpp.params import build
 from anaphora.engine.llamacpp.sampler import Sampler
 from anaphora.engine.protocol import (
@@ -32,6 +33,7 @@ from anaphora.engine.protocol import (
     Done,
     Event,
     Failed,
+    Found,
     Generated,
     Request,
     Sampling,
@@ -86,56 +88,66 @@ class Report:
 
 @dataclass(slots=True)
 class _Run:
-    first_token: float
-    started: Started
-    done: Done
-    steps: list[float]
+    """When things happened, in seconds after the request was submitted."""
+
+    started: Started | None = None
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def first_token(self) -> float:
+        return self.tokens[0]
+
+    @property
+    def steps(self) -> list[float]:
+        """From each token to the next."""
+        return [after - before for before, after in pairwise(self.tokens)]
+
+    @property
+    def found(self) -> Found:
+        assert self.started is not None
+        return self.started.found
 
 
 class _Engine:
     """The engine under test, driven step by step on this thread, with its tiers on."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        self._events: list[Event] = []
+        self._runs: dict[str, _Run] = {}
+        self._open = 0
+        self._began = 0.0
         self._clock = ManualClock()
-        self.engine = load_engine(path, settings, self._events.append, self._clock)
-        size = self.engine.vocabulary.size
+        self.engine = load_engine(path, settings, self._note, self._clock)
         # Answers of a fixed length: end tokens are out of reach, for the plain loop too.
-        ends = [t for t in self.engine.vocabulary.end_of_generation if t < size]
-        self.sampling = Sampling(temperature=0.0, logit_bias=dict.fromkeys(ends, -1e9))
+        ends = dict.fromkeys(self.engine.vocabulary.end_of_generation, -1e9)
+        self.sampling = Sampling(temperature=0.0, logit_bias=ends)
         self._count = 0
+
+    def _note(self, event: Event) -> None:
+        run = self._runs[event.id]
+        match event:
+            case Started():
+                run.started = event
+            case Generated():
+                run.tokens.append(time.perf_counter() - self._began)
+            case Done():
+                self._open -= 1
+            case Failed():
+                raise event.error
 
     def request(self, tokens: Tokens, max_tokens: int, salt: str) -> Request:
         self._count += 1
         hints = CacheHints((Segment("bench", salt.encode()),))
         return Request(f"bench-{self._count}", tokens, max_tokens, self.sampling, hints)
 
-    def run(self, requests: Sequence[Request]) -> list[_Run]:
+    def run(self, *requests: Request) -> list[_Run]:
         """Serve requests that arrive together."""
-        runs = {r.id: _Run(0.0, None, None, []) for r in requests}  # type: ignore[arg-type]
-        began = time.perf_counter()
+        self._runs = {request.id: _Run() for request in requests}
+        self._open, self._began = len(requests), time.perf_counter()
         for request in requests:
             self.engine.submit(request)
-        open_requests = len(requests)
-        while open_requests:
-            step_began = time.perf_counter()
+        while self._open:
             self.engine.step()
-            now = time.perf_counter()
-            for event in self._events:
-                run = runs[event.id]
-                match event:
-                    case Started():
-                        run.started = event
-                    case Generated():
-                        run.first_token = run.first_token or now - began
-                        run.steps.append(now - step_began)
-                    case Done():
-                        run.done = event
-                        open_requests -= 1
-                    case Failed():
-                        raise event.error
-            self._events.clear()
-        return list(runs.values())
+        return list(self._runs.values())
 
     def settle(self) -> None:
         """Do all idle work there is."""
@@ -147,18 +159,20 @@ class _Engine:
 
 
 class _Loop:
-    """The plain loop: decode calls and a sampler."""
+    """The plain loop: decode calls and a sampler.
 
-    def __init__(self, path: Path, settings: Settings, sampling: Sampling, cells: int) -> None:
-        params = build(settings)
-        self._model = LlamaModel(path, params)
-        self.context = LlamaContext(self._model, params, cells, SEQUENCES + 1, ranges=True)
-        self.context.warm_up(0)
+    It runs in the engine's own context while that is empty: where a context happens to lie in
+    memory changes its speed by some percent, for this very reason two of them can't be compared.
+    """
+
+    def __init__(self, engine: LlamaEngine, sampling: Sampling) -> None:
+        self.context = engine.context
+        self._vocabulary_size = engine.vocabulary.size
         self._sampling = sampling
 
     def sampler(self) -> Sampler:
         empty = np.empty(0, dtype=np.int32)
-        return Sampler(self._sampling, self._model.vocabulary.size, empty)
+        return Sampler(self._sampling, self._vocabulary_size, empty)
 
     def prefill(self, tokens: Tokens, start: int = 0, seq: int = 0) -> int:
         """Compute ``tokens`` from position ``start`` on; returns the next token."""
@@ -187,10 +201,6 @@ class _Loop:
         for seq in range(SEQUENCES + 1):
             self.context.truncate(seq, 0)
 
-    def close(self) -> None:
-        self.context.close()
-        self._model.close()
-
 
 def measure(
     path: Path, settings: Settings, choice: Literal["auto", "other"], repeats: int, say: Say
@@ -218,11 +228,7 @@ def measure(
             if not info.caching:
                 raise SettingsError(f"{info.model} runs with the cache off: nothing to measure")
             tokens = _prompt(engine.engine.vocabulary)
-            loop = _Loop(path, settings, engine.sampling, info.cells)
-            try:
-                rows, medians = _compare(engine, loop, tokens, repeats, say)
-            finally:
-                loop.close()
+            rows, medians = _compare(engine, tokens, repeats, say)
         finally:
             engine.close()
         warm = max(medians["live"], medians["memory"])
@@ -245,8 +251,9 @@ def _prompt(vocabulary: Vocabulary) -> Tokens:
 
 
 def _compare(
-    engine: _Engine, loop: _Loop, tokens: Tokens, repeats: int, say: Say
+    engine: _Engine, tokens: Tokens, repeats: int, say: Say
 ) -> tuple[list[Row], dict[str, float]]:
+    loop = _Loop(engine.engine, engine.sampling)
     times: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float | Iterable[float]) -> None:
@@ -254,22 +261,23 @@ def _compare(
         times.setdefault(name, []).extend(new)
 
     prefix, prompt = tokens[:PREFIX], tokens[: PREFIX + SUFFIX]
+    other = np.concatenate([prefix, tokens[PREFIX + SUFFIX : PREFIX + 2 * SUFFIX]])
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: cold, decode, hits")
         salt = f"round {number}"
         with _native_seconds() as native:
-            (cold,) = engine.run([engine.request(prefix, DECODED, salt)])
+            (cold,) = engine.run(engine.request(prefix, DECODED, salt))
         note("cold", cold.first_token)
-        note("decode", cold.steps[1:])
-        note("python", _python_share(cold.steps[1:], native))
+        note("decode", cold.steps)
+        note("python", _python_share(cold.steps, native))
         engine.settle()
-        (live,) = engine.run([engine.request(prompt, 1, salt)])
-        _expect(live.started.found.live >= PREFIX, "the hit did not come from live cells")
+        (live,) = engine.run(engine.request(prompt, 1, salt))
+        _expect(live.found.live >= PREFIX, "the hit did not come from live cells")
         note("live", live.first_token)
         engine.settle()
         engine.engine.release_idle()
-        (memory,) = engine.run([engine.request(prompt, 1, salt)])
-        _expect(memory.started.found.memory >= PREFIX, "the hit did not come from memory")
+        (memory,) = engine.run(engine.request(other, 1, salt))
+        _expect(memory.found.memory >= PREFIX, "the hit did not come from memory")
         note("memory", memory.first_token)
         engine.settle()
         engine.engine.release_idle()
@@ -295,14 +303,14 @@ def _compare(
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: {LONG} tokens, 95 % of them cached")
         salt = f"long {number}"
-        engine.run([engine.request(tokens[:LONG_CACHED], 0, salt)])
+        engine.run(engine.request(tokens[:LONG_CACHED], 0, salt))
         engine.settle()
-        (hit,) = engine.run([engine.request(tokens[:LONG], 1, salt)])
-        _expect(hit.started.found.total >= LONG_CACHED, "the long prompt did not hit")
+        (hit,) = engine.run(engine.request(tokens[:LONG], 1, salt))
+        _expect(hit.found.total >= LONG_CACHED, "the long prompt did not hit")
         note("long hit", hit.first_token)
         engine.settle()
         engine.engine.release_idle()
-        (cold,) = engine.run([engine.request(tokens[:LONG], 1, f"long cold {number}")])
+        (cold,) = engine.run(engine.request(tokens[:LONG], 1, f"long cold {number}"))
         note("long cold", cold.first_token)
         engine.settle()
         engine.engine.release_idle()
@@ -355,12 +363,11 @@ def _compare(
 
 def _eight(engine: _Engine, tokens: Tokens, salt: str) -> list[float]:
     """Decode steps of sequences that continue one shared prefix, all of them generating."""
-    engine.run([engine.request(tokens[:SHARED], 0, salt)])
-    runs = engine.run(
-        [engine.request(_continued(tokens, number), DECODED, salt) for number in range(SEQUENCES)]
-    )
-    # All generate together from the time the last one has its first token.
-    return [step for run in runs[-1:] for step in run.steps[1 : DECODED // 2]]
+    engine.run(engine.request(tokens[:SHARED], 0, salt))
+    requests = [engine.request(_continued(tokens, n), DECODED, salt) for n in range(SEQUENCES)]
+    *_, last = engine.run(*requests)
+    # From the last one's first token on, all of them generate together.
+    return last.steps[: DECODED // 2]
 
 
 def _eight_plain(loop: _Loop, tokens: Tokens) -> list[float]:
@@ -401,25 +408,28 @@ def _restart(
     folder = settings.cache_dir / "restart"
     settings = replace(settings, cache_dir=folder)
     writer = _Engine(path, settings)
-    writer.run([writer.request(tokens[:PREFIX], 0, "restart")])
+    writer.run(writer.request(tokens[:PREFIX], 0, "restart"))
     writer.close()
     files = sorted(folder.glob("*/blocks/*/*"))
     size = sum(file.stat().st_size for file in files)
-    hits, reads = [], []
+    hits: list[float] = []
+    reads: dict[bool, list[float]] = {False: [], True: []}
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: hit after a restart")
         reader = _Engine(path, settings)
         try:
-            _drop_pages(files)
-            reads.append(_read_all(files))
+            for direct in (0, getattr(os, "O_DIRECT", 0)):
+                _drop_pages(files)
+                reads[bool(direct)].append(_read_all(files, direct))
             _drop_pages(files)
             request = reader.request(tokens[: PREFIX + SUFFIX], 1, "restart")
-            (run,) = reader.run([request])
-            _expect(run.started.found.disk >= PREFIX, "the hit did not come from disk")
+            (run,) = reader.run(request)
+            _expect(run.found.disk >= PREFIX, "the hit did not come from disk")
             hits.append(run.first_token)
         finally:
             reader.close()
-    hit, read = statistics.median(hits), statistics.median(reads)
+    hit = statistics.median(hits)
+    read = min(map(statistics.median, reads.values()))  # buffered or direct, the faster
     row = Row(
         f"hit after a restart, {PREFIX} + {SUFFIX}",
         hit,
@@ -442,14 +452,17 @@ def _drop_pages(files: Sequence[Path]) -> None:
         os.close(descriptor)
 
 
-def _read_all(files: Sequence[Path]) -> float:
-    """Seconds of one sequential read."""
-    buffer = bytearray(8 << 20)
+def _read_all(files: Sequence[Path], flags: int) -> float:
+    """Seconds of one sequential read of files, opened with ``flags``."""
+    buffer = mmap.mmap(-1, 8 << 20)  # page aligned, as direct reads need it
+    buffer.write(bytes(len(buffer)))  # its pages are there before the clock runs
+    view = memoryview(buffer)
     began = time.perf_counter()
     for file in files:
-        with file.open("rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
+        descriptor = os.open(file, os.O_RDONLY | flags)
+        while os.readv(descriptor, [view]):
+            pass
+        os.close(descriptor)
     return time.perf_counter() - began
 
 

@@ -131,7 +131,8 @@ class Generated:
 
 
 FinishReason = Literal["end", "length", "stop", "cancelled"]
-"""``end``: the model ended its answer; ``length``: max_tokens or the context; ``stop``: a stop text."""
+"""``end``: the model ended its answer; ``length``: max_tokens or the context's end was reached;
+``stop``: a stop text came up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,12 @@ logger = logging.getLogger(__name__)
 GRID = 64
 """Prefill cuts lie on multiples of this: kernels change with a chunk's shape, but not across it."""
 
-_CHUNK_SECONDS_ALONE = 1.0
+_CHUNK_SECONDS_ALONE = 1.5
 _CHUNK_SECONDS_SHARED = 0.15
 _GROWTH = 256
 _WRITE_AFTER_IDLE = 1.0
 _WRITE_SLICE = 0.02
+_RETRY_WRITES = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +149,8 @@ class LlamaEngine:
         self._order = 0
         self._prefill_rate = 0.0
         self._idle_since: float | None = None
+        self._at_rest = False
+        """Nothing has changed since everything was written."""
         self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
         """What idle time has yet to export; ``None``: to be looked up."""
 
@@ -162,6 +165,11 @@ class LlamaEngine:
     @property
     def cache(self) -> PrefixCache:
         return self._cache
+
+    @property
+    def context(self) -> LlamaContext:
+        """For measuring beside the engine, while it is idle and has no sequences."""
+        return self._context
 
     # Messages
 
@@ -645,7 +653,7 @@ class LlamaEngine:
         """One piece of work that can wait; see :meth:`step` for what is returned."""
         now = self._clock.now()
         if self._idle_since is None:
-            self._idle_since = now
+            self._idle_since, self._at_rest = now, False
         if self._unsaved is None:
             self._unsaved = list(self._sequences.unsaved())
         if self._unsaved:
@@ -654,16 +662,21 @@ class LlamaEngine:
             return 0.0
         if self._active:
             self._advance(self._active[:1])
-            self._unsaved = None
+            self._idle_since = self._unsaved = None
             return 0.0
         if self._background:
             job = self._background.popleft()
             if not self._begin(job):
                 self._fail(job, EngineError("no cells are free for a background request"))
             return 0.0
-        if not self._cache.unwritten:
+        if self._at_rest:
             return None
         wait = self._idle_since + _WRITE_AFTER_IDLE - now
         if wait > 0:
             return wait
-        return 0.0 if self._cache.maintain(_WRITE_SLICE) else None
+        if self._cache.maintain(_WRITE_SLICE):
+            return 0.0
+        if self._cache.unwritten:
+            return _RETRY_WRITES
+        self._at_rest = True
+        return None
