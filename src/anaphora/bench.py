@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,36 +202,36 @@ class _Loop:
 
 
 def measure(
-    path: Path, settings: Settings, choice: Literal["auto", "other"], repeats: int, say: Say
+    path: Path, folder: Path, choice: Literal["auto", "other"], repeats: int, say: Say
 ) -> Report:
     """Measure one model, with the flash attention it would use, or with the ``other`` choice.
 
-    ``settings.cache_dir`` holds a temporary folder meanwhile, so that every run starts cold.
+    ``folder`` is empty at first, so that every run starts cold.
 
     Raises:
         SettingsError: the model runs with the cache off, or its context is too short for this.
     """
-    flash_attn = build(settings).flash_attn == (choice == "auto")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=settings.cache_dir) as folder:
-        settings = replace(
-            settings,
-            cache_dir=Path(folder),
-            context_size=LONG + 256,
-            parallel=SEQUENCES,
-            memory_budget=2 << 30,
-            flash_attn="on" if flash_attn else "off",
-        )
-        engine = _Engine(path, settings)
-        try:
-            info = engine.engine.info
-            if not info.caching:
-                raise SettingsError(f"{info.model} runs with the cache off: nothing to measure")
-            tokens = _prompt(engine.engine.vocabulary)
-            rows, medians = _compare(engine, tokens, repeats, say)
-        finally:
-            engine.close()
-        warm = max(medians["live"], medians["memory"])
-        restart, notes = _restart(path, settings, tokens, warm, repeats, say)
+    flash_attn = build(Settings()).flash_attn == (choice == "auto")
+    settings = Settings(
+        cache_dir=folder,
+        context_size=LONG + 256,
+        parallel=SEQUENCES,
+        memory_budget=2 << 30,
+        flash_attn="on" if flash_attn else "off",
+    )
+    engine = _Engine(path, settings)
+    try:
+        info = engine.engine.info
+        if not info.caching:
+            raise SettingsError(f"{info.model} runs with the cache off: nothing to measure")
+        tokens = _prompt(engine.engine.vocabulary)
+        rows, medians = _compare(engine, tokens, repeats, say)
+    finally:
+        engine.close()
+    warm = max(medians["live"], medians["memory"])
+    restart, notes = _restart(
+        path, replace(settings, cache_dir=folder / "restart"), tokens, warm, repeats, say
+    )
     moved = info.bytes_per_token * PREFIX
     notes = (
         f"a hit moves {moved / 1e6:.0f} MB of KV: from memory it costs "
@@ -404,9 +403,8 @@ def _restart(
     ``warm`` is the time of the same hit in memory; what comes on top is judged against one
     sequential read of the same files, as cold.
     """
-    assert settings.cache_dir is not None
-    folder = settings.cache_dir / "restart"
-    settings = replace(settings, cache_dir=folder)
+    folder = settings.cache_dir
+    assert folder is not None
     writer = _Engine(path, settings)
     writer.run(writer.request(tokens[:PREFIX], 0, "restart"))
     writer.close()

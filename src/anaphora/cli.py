@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from anaphora import __version__
 from anaphora.errors import AnaphoraError
-from anaphora.settings import DEFAULT_CACHE_DIR, Settings
+from anaphora.scratch import scratch_folder
+from anaphora.settings import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs: "--help" should be instant
     from anaphora.bench import Report
@@ -91,18 +93,20 @@ def demo(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> No
 
     with err.status("reading the document for the first time ..."):
         asked = run_demo.run(path, folder, show)
-    table = Table("", "time to first token", "read from cache", "computed", "factor")
+    table = Table("", "first token", "read", "computed", "", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in asked:
+        factor = asked[0].seconds / row.seconds
         table.add_row(
             row.title,
             f"{row.seconds:.3f} s",
-            f"{row.read_tokens:,} tokens",
-            f"{row.computed_tokens:,} tokens",
-            f"{asked[0].seconds / row.seconds:.0f}x faster" if row is not asked[0] else "",
+            f"{row.read_tokens:,}",
+            f"{row.computed_tokens:,}",
+            "" if row is asked[0] else f"[bold]{factor:.0f}x faster[/bold]",
         )
     out.print(table)
+    out.print("Read and computed are tokens of the prompt: from the cache, and by the model.")
 
 
 @app.command()
@@ -115,15 +119,13 @@ def bench(
     """Measure the engine against a plain loop over llama.cpp's decode call, in one run."""
     from anaphora import bench as run_bench
 
-    path, folder = _model(model, cache_dir), cache_dir.expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    path = _model(model, cache_dir)
     reports = []
     with err.status("loading") as status:
         choices: tuple[Literal["auto", "other"], ...] = ("auto", "other")
         for choice, rounds in zip(choices, (repeats, max(1, repeats // 3)), strict=True):
-            reports.append(
-                run_bench.measure(path, Settings(cache_dir=folder), choice, rounds, status.update)
-            )
+            with scratch_folder(cache_dir.expanduser(), "bench") as folder:
+                reports.append(run_bench.measure(path, folder, choice, rounds, status.update))
     if as_json:
         print(json.dumps([{**asdict(r), "passed": r.passed} for r in reports], indent=2))
     else:
@@ -135,7 +137,10 @@ def bench(
 
 def _print_report(report: Report, judged: bool) -> None:
     title = f"{report.model}, flash attention {report.flash_attn}, medians of {report.repeats}"
-    table = Table("", "anaphora", "reference", "ratio", *(("bar", "") if judged else ()))
+    judgement = ("bar", "") if judged else ()
+    table = Table("", "anaphora", "plain loop", "ratio", *judgement, box=box.SIMPLE)
+    for column in table.columns[1:4]:
+        column.justify = "right"
     table.title, table.title_justify = title, "left"
     for row in report.rows:
         cells = [row.name, _milliseconds(row.anaphora), _milliseconds(row.reference)]
@@ -166,7 +171,8 @@ def cache_ls(
     if not found:
         out.print(f"nothing is cached in {cache_dir}", markup=False)
         return
-    table = Table("folder", "model", "blocks", "tokens", "size", "last used", "in use by")
+    columns = ("folder", "model", "blocks", "tokens", "size", "last used", "in use by")
+    table = Table(*columns, box=box.SIMPLE)
     for info in found:
         used = datetime.fromtimestamp(info.last_used, UTC).astimezone() if info.last_used else None
         table.add_row(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from anaphora.bundled import load_test_document
 from anaphora.engine.protocol import GREEDY
 from anaphora.errors import EngineError
 from anaphora.model import Model, Reply
+from anaphora.scratch import scratch_folder
 
 QUESTIONS = (
     "What is this document about?",
@@ -47,15 +47,14 @@ def run(model_path: Path, cache_dir: Path, show: Callable[[Asked], None]) -> lis
 
     Blocks go to a folder of this run's own inside ``cache_dir``, so that the first is cold.
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=cache_dir) as folder:
+    with scratch_folder(cache_dir, "demo") as folder:
         asked = []
-        with _load(model_path, Path(folder)) as model:
+        with _load(model_path, folder) as model:
             document = _document(model)
             for title, question in zip(("cold", "asked again"), QUESTIONS, strict=False):
                 asked.append(_ask(model, document, title, question))
                 show(asked[-1])
-        asked.append(_ask_in_new_process(model_path, Path(folder)))
+        asked.append(_ask_in_new_process(model_path, folder))
         show(asked[-1])
         return asked
 

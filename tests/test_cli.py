@@ -1,0 +1,141 @@
+"""The command line, run as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anaphora import GREEDY, Model, __version__
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "anaphora.cli", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "120", **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds something for two ways to compute one model."""
+    folder = tmp_path_factory.mktemp("filled")
+    for kv_type in ("f32", "f16"):
+        with Model.load(tiny_llama, cache_dir=folder, kv_type=kv_type) as model:
+            model.generate("A prompt that is cached. " * 40, max_tokens=2, sampling=GREEDY)
+    return folder
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.strip() == f"anaphora {__version__}"
+    shown = run("--help").stdout
+    for command in ("demo", "bench", "cache"):
+        assert command in shown
+
+
+def test_cache_ls_lists_every_namespace(filled: Path) -> None:
+    listed = run("cache", "ls", "--cache-dir", filled)
+    assert listed.returncode == 0
+    assert listed.stdout.count("tiny") == 2
+    assert "\x1b[" not in listed.stdout, "no colour when piped"
+    found = json.loads(run("cache", "ls", "--cache-dir", filled, "--json").stdout)
+    assert [info["blocks"] for info in found] == [4, 4]
+    assert all(info["used_by"] is None for info in found)
+
+
+def test_cache_commands_can_be_limited_to_a_model(
+    filled: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    def count(model: Path) -> int:
+        output = run("cache", "ls", "--cache-dir", filled, "--model", model, "--json").stdout
+        return len(json.loads(output))
+
+    assert count(tiny_llama) == 2
+    assert count(tiny_adapter) == 0
+
+
+def test_cache_ls_of_an_empty_folder(tmp_path: Path) -> None:
+    listed = run("cache", "ls", "--cache-dir", tmp_path / "none")
+    assert listed.returncode == 0
+    assert "nothing is cached" in listed.stdout
+
+
+def test_cache_verify_counts_and_removes_damage(tiny_llama: Path, tmp_path: Path) -> None:
+    with Model.load(tiny_llama, cache_dir=tmp_path) as model:
+        model.generate("A prompt that is cached. " * 40, max_tokens=2, sampling=GREEDY)
+    sound = run("cache", "verify", "--cache-dir", tmp_path)
+    assert (sound.returncode, "4 good, 0 damaged" in sound.stdout) == (0, True)
+    victim = next(tmp_path.glob("*/blocks/*/*"))
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 1
+    victim.write_bytes(data)
+    damaged = run("cache", "verify", "--cache-dir", tmp_path)
+    assert (damaged.returncode, "3 good, 1 damaged" in damaged.stdout) == (1, True)
+    removed = run("cache", "verify", "--cache-dir", tmp_path, "--remove")
+    assert (removed.returncode, "1 removed" in removed.stdout) == (0, True)
+    assert not victim.exists()
+    assert run("cache", "verify", "--cache-dir", tmp_path).returncode == 0
+
+
+def test_cache_clear_refuses_what_is_in_use(tiny_llama: Path, tmp_path: Path) -> None:
+    with Model.load(tiny_llama, cache_dir=tmp_path) as model:
+        model.generate("A prompt that is cached. " * 40, max_tokens=2)
+        refused = run("cache", "clear", "--cache-dir", tmp_path)
+        assert refused.returncode == 1
+        assert str(os.getpid()) in refused.stderr
+        assert len(refused.stderr.strip().splitlines()) == 1
+        shown = json.loads(run("cache", "ls", "--cache-dir", tmp_path, "--json").stdout)
+        assert shown[0]["used_by"] == os.getpid()
+    cleared = run("cache", "clear", "--cache-dir", tmp_path)
+    assert cleared.returncode == 0
+    assert "MiB freed" in cleared.stdout
+    assert list(tmp_path.glob("*/blocks/*/*")) == []
+
+
+def test_demo_asks_three_times_and_hits_twice(tiny_llama: Path, tmp_path: Path) -> None:
+    shown = run("demo", "--model", tiny_llama, "--cache-dir", tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("cold", "asked again", "after a restart"):
+        assert row in shown.stdout
+    table = shown.stdout[shown.stdout.index("first token  ") :].splitlines()
+    cold, again, restarted = (
+        next(line for line in table if line.strip().startswith(title))
+        for title in ("cold", "asked again", "after a restart")
+    )
+    assert cold.split()[3] == "0"
+    assert "x faster" in again
+    assert "x faster" in restarted
+    assert list(tmp_path.iterdir()) == [], "the demo leaves no blocks behind"
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_model_that_is_missing_is_one_line(command: str, tmp_path: Path) -> None:
+    failed = run(command, "--model", tmp_path / "none.gguf", "--cache-dir", tmp_path)
+    assert failed.returncode == 1
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert "none.gguf" in failed.stderr
+
+
+def test_a_cache_folder_that_cannot_be_one_is_one_line(tiny_llama: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for command in (("demo", "--model", tiny_llama), ("bench", "--model", tiny_llama)):
+        failed = run(*command, "--cache-dir", blocked)
+        assert failed.returncode == 1
+        assert len(failed.stderr.strip().splitlines()) == 1, failed.stderr
+        assert "--cache-dir" in failed.stderr
+
+
+def test_bench_prints_every_measurement(tiny_llama: Path, tmp_path: Path) -> None:
+    finished = run(
+        "bench", "--model", tiny_llama, "--cache-dir", tmp_path, "--repeats", 1, "--json"
+    )
+    assert finished.returncode in (0, 1), finished.stderr
+    first, second = json.loads(finished.stdout)
+    assert {first["flash_attn"], second["flash_attn"]} == {"on", "off"}
+    assert len(first["rows"]) == 8
+    assert all(row["anaphora"] > 0 and row["reference"] > 0 for row in first["rows"])
+    assert list(tmp_path.iterdir()) == []
