@@ -45,7 +45,7 @@ class PromptTooLongError(PromptError):
     def __init__(self, prompt_tokens: int, context_size: int) -> None:
         super().__init__(
             f"the prompt has {prompt_tokens} tokens and the context holds {context_size}: "
-            "shorten the prompt or start with a larger --ctx-size"
+            "shorten the prompt or load the model with a larger context_size"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size

@@ -50,7 +50,7 @@ class LlamaContext:
             why = errors[-1] if errors else "llama.cpp gives no reason"
             raise ContextMemoryError(
                 f"no context of {cells} tokens can be made ({why}): "
-                "use a smaller --ctx-size, --parallel or --kv-type"
+                "use a smaller context_size, parallel or kv_type"
             )
         self._memory = lib.llama_get_memory(self._context)
         self.batch_size = int(lib.llama_n_batch(self._context))

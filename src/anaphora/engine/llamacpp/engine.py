@@ -416,7 +416,10 @@ class LlamaEngine:
         keeps = hints.write and self._info.caching
         if source is not None and not source.busy:
             whole = source.length == plan.shared and hints.write
-            if whole or self._exact or not self._sequences.has_free:
+            must = self._exact or not self._sequences.has_free
+            # Where masked cells cost, and shift kernels, a saved tail is better out of the way.
+            wants = self._masked_cells_cost and hints.write
+            if whole or must or (wants and self._sequences.save(source)):
                 if not whole:
                     self._sequences.save(source)
                     self._sequences.cut(source, plan.shared)

@@ -203,7 +203,7 @@ def _fit(
         if size * cell_bytes > room:
             raise ContextMemoryError(
                 f"a context of {size} tokens needs {size * cell_bytes >> 20} MiB and "
-                f"{room >> 20} MiB are free: use a smaller --ctx-size or --kv-type q8_0"
+                f"{room >> 20} MiB are free: use a smaller context_size or kv_type q8_0"
             )
     return size, max(size, min(size * parallel, most))
 

@@ -102,7 +102,7 @@ def kv_types(kv_type: str, flash_attn: bool) -> tuple[str, str]:
     v = names[1] if len(names) == 2 else (k if both else "f16")
     if v not in _UNQUANTIZED and not flash_attn:
         raise SettingsError(
-            f"a quantized V ({v}) needs flash attention: use --flash-attn on, or --kv-type {k},f16"
+            f"a quantized V ({v}) needs flash attention: use flash_attn on, or kv_type {k},f16"
         )
     return k, v
 
