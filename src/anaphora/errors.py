@@ -56,3 +56,28 @@ class PromptTooLongError(PromptError):
 
 class EngineError(AnaphoraError):
     """The engine failed while it worked on a request."""
+
+
+class ConfigError(AnaphoraError):
+    """A server option that is unknown, has a bad value, or cannot work with the others."""
+
+
+class KeysError(AnaphoraError):
+    """The file of API keys cannot be used, or a key or tenant cannot be named so."""
+
+
+class AddressError(AnaphoraError):
+    """The server cannot listen where it was told to."""
+
+
+class OverloadedError(AnaphoraError):
+    """So many requests wait that another one is refused."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} requests are waiting: try again in {retry_after} seconds")
+        self.retry_after = retry_after
+        """Seconds until it is worth trying again."""
+
+
+class ShuttingDownError(AnaphoraError):
+    """The server takes no more requests because it is about to stop."""
