@@ -223,6 +223,15 @@ class Model:
     def vocabulary(self) -> Vocabulary:
         return self._host.vocabulary
 
+    @property
+    def host(self) -> EngineHost:
+        """Where requests go that are followed event by event."""
+        return self._host
+
+    @property
+    def renderer(self) -> Renderer:
+        return self._renderer
+
     def tokenize(self, prompt: str | Sequence[int] | Tokens) -> Tokens:
         """Tokens of a raw prompt, shape (n,). Text never becomes a control token."""
         if isinstance(prompt, str):

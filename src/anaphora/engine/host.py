@@ -38,6 +38,11 @@ class EngineHost:
         self.info: EngineInfo = engine.info
         self.vocabulary: Vocabulary = engine.vocabulary
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served; for good once it is not."""
+        return self._dead is None
+
     def submit(self, request: Request, listener: Listener) -> None:
         """Hand a request over. Its last event is Done or Failed, whatever happens."""
         with self._lock:

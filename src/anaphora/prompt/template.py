@@ -109,6 +109,39 @@ class ChatTemplate:
         parts = [{"type": "text", "text": probe}]
         return not self._shows(probe, probe) and self._shows(probe, parts)
 
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether tools, calls of them and their results are all shown."""
+        described, called, value, result = (
+            f"anaphora_{n}" for n in ("tool", "call", "x", "result")
+        )
+
+        def content(text: str) -> Any:
+            return [{"type": "text", "text": text}] if self.wants_parts else text
+
+        call = {"name": called, "arguments": {"value": value}}
+        messages = [
+            {"role": "user", "content": content("probe")},
+            {
+                "role": "assistant",
+                "content": content(""),
+                "tool_calls": [{"id": "call00000", "type": "function", "function": call}],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "call00000",
+                "name": called,
+                "content": content(result),
+            },
+        ]
+        parameters = {"type": "object", "properties": {"value": {"type": "string"}}}
+        function = {"name": described, "description": "A probe.", "parameters": parameters}
+        try:
+            text = self.render(messages, tools=[{"type": "function", "function": function}])
+        except TemplateError:
+            return False
+        return all(probe in text for probe in (described, called, value, result))
+
     def _shows(self, probe: str, content: Any) -> bool:
         try:
             return probe in self.render([{"role": "user", "content": content}])

@@ -75,28 +75,40 @@ class Renderer:
             clock=clock,
         )
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template has a form of its own for tools, calls of them and results."""
+        return self._template.shows_tools
+
     def render(
         self,
         conversation: Conversation,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         options: Mapping[str, Plain] | None = None,
     ) -> Prompt:
         """The prompt of ``conversation``.
 
         :param add_generation_prompt: end with the opening of the model's next answer.
+        :param continue_final: end with the text of the last message, so that the model goes on
+            with it. White space at its end stays where the template leaves it.
         :param options: further variables for the template (``enable_thinking``, ...).
-        :raises TemplateError: see :meth:`anaphora.prompt.template.ChatTemplate.render`.
+        :raises TemplateError: see :meth:`anaphora.prompt.template.ChatTemplate.render`; or the
+            end of the last message's text cannot be told.
         :raises PromptError: the conversation leaves no character to guard it with.
         """
         request = _Request(
             self._template, self._control, conversation, add_generation_prompt, plain(options or {})
         )
         guarded = request.render()
+        positions = request.positions(guarded)
+        if continue_final:
+            guarded = guarded[: request.final_end(guarded, positions)]
         layout = Layout(
             self._vocabulary, self._control, self._pieces, guarded, request.guard.character
         )
-        places = Places(guarded, conversation.messages, request.positions(guarded))
+        places = Places(guarded, conversation.messages, positions)
         found = places.boundaries(layout, self._vocabulary.end_of_generation)
         return Prompt(layout.tokens, layout.text, found)
 
@@ -166,6 +178,16 @@ class _Request:
                 middle = len(group) // 2
                 waiting += [group[:middle], group[middle:]]
         return {self._edges[number]: found.get(number) for number in accepted}
+
+    def final_end(self, guarded: str, positions: Mapping[Edge | CallEdge, int | None]) -> int:
+        """Where the text of the last message ends in ``guarded``."""
+        last = self._edges[-1] if self._edges else None
+        if isinstance(last, Edge) and last.message == len(self._messages) - 1:
+            place = positions.get(last)
+            if place is not None:
+                kept = guarded.startswith(last.space, place)
+                return place + len(last.space) if kept else place
+        raise TemplateError("the chat template shows the last message so that it can't go on")
 
     def _render_input(self, index: int, marked: Sequence[int]) -> dict[str, Any]:
         message, fields = self._messages[index], self._fields[index]

@@ -1,0 +1,107 @@
+"""Where requests come in: bodies are read, checked once, and what has no effect is named.
+
+Rules for every body:
+
+- It is JSON in UTF-8, an object, and no larger than the limit (413).
+- A lone UTF-16 surrogate in it becomes U+FFFD; a pair is the character it stands for.
+- Members nobody here knows, and those that are only hints, are ignored: the log and the response
+  header ``anaphora-ignored`` name them. What cannot be ignored without changing what the answer
+  means is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from anaphora.api.errors import ApiError
+from anaphora.prompt.conversation import plain
+
+logger = logging.getLogger(__name__)
+
+_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
+_MOST_NAMES = 20
+
+
+class Body(BaseModel):
+    """An object of a request. Members that are not declared are allowed, and ignored."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read(request: Request, kind: type[B], limit: int) -> B:
+    """The body of ``request``. Raises :class:`ApiError`: 400, or 413 above ``limit`` bytes."""
+    data = await _read_bytes(request, limit)
+    try:
+        value = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # also what is no UTF-8
+        raise ApiError(f"the body is not valid JSON: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ApiError("the body must be a JSON object")
+    try:
+        return kind.model_validate(plain(value))
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def ignored(body: Body) -> dict[str, str]:
+    """The header that names the members of ``body`` without effect; logs them too."""
+    names = list(dict.fromkeys(_undeclared(body, "")))
+    if not names:
+        return {}
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES:] = [f"and {len(names) - _MOST_NAMES} more"]
+    text = ", ".join(names)
+    logger.info("ignored members of a request: %s", text)
+    return {"anaphora-ignored": text}
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    too_large = ApiError(f"the body is larger than {limit} bytes: send less", status=413)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(step) for step in first["loc"])
+    message = _one_line(first["msg"].removeprefix("Value error, "))
+    param = str(first["loc"][0]) if first["loc"] else None
+    return ApiError(f"{place}: {message}" if place else message, param=param)
+
+
+def _undeclared(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Body):
+        for name in value.model_extra or {}:
+            yield path + (_UNPRINTABLE.sub("?", name)[:64] or "?")
+        for name in type(value).model_fields:
+            yield from _undeclared(getattr(value, name), f"{path}{name}.")
+    elif isinstance(value, list):
+        for item in value:
+            yield from _undeclared(item, path)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())[:500]

@@ -1,0 +1,66 @@
+"""What every wire protocol comes down to: a request to the engine, made from a conversation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anaphora.api.errors import ApiError
+from anaphora.cache.keys import Tokens
+from anaphora.engine.protocol import CacheHints, Request, Sampling
+from anaphora.errors import PromptTooLongError
+from anaphora.keys import Tenant
+from anaphora.model import Model
+from anaphora.prompt import adapt
+from anaphora.prompt.conversation import Conversation, Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer wanted by somebody, still in words."""
+
+    prompt: Conversation | Tokens | str
+    """A conversation for the chat template, or a raw prompt."""
+    max_tokens: int | None
+    """``None``: as many as there is room for."""
+    sampling: Sampling
+    options: Mapping[str, Plain] = field(default_factory=dict)
+    """Further variables for the chat template."""
+
+
+def prompt_tokens(model: Model, generation: Generation) -> Tokens:
+    """The tokens of the prompt, shape (n,).
+
+    Raises :class:`~anaphora.errors.TemplateError` and :class:`~anaphora.errors.PromptError`.
+    """
+    if isinstance(generation.prompt, Conversation):
+        return adapt.render(model.renderer, generation.prompt, generation.options).tokens
+    return model.tokenize(generation.prompt)
+
+
+def engine_request(
+    model: Model, generation: Generation, tenant: Tenant, *, strict_max_tokens: bool
+) -> Request:
+    """What the engine is asked for.
+
+    ``max_tokens`` over the room that the prompt leaves is cut down to it, or refused where
+    ``strict_max_tokens``.
+
+    Raises :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and
+    what :func:`prompt_tokens` raises.
+    """
+    tokens = prompt_tokens(model, generation)
+    size = model.info.context_size
+    room = size - len(tokens)
+    if room < 0:
+        raise PromptTooLongError(len(tokens), size)
+    wanted = room if generation.max_tokens is None else generation.max_tokens
+    if wanted > room and strict_max_tokens:
+        raise ApiError(
+            f"max_tokens is {wanted} and the prompt of {len(tokens)} tokens leaves room for "
+            f"{room} in a context of {size}: ask for less",
+            param="max_tokens",
+        )
+    cache = CacheHints((tenant.segment,))
+    return Request(uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache)

@@ -1,0 +1,213 @@
+"""The asyncio face of a loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from anaphora.api.metrics import Metrics
+from anaphora.engine.protocol import Done, Event, Failed, Generated, Request, Started
+from anaphora.errors import AnaphoraError, EngineError, OverloadedError, ShuttingDownError
+from anaphora.model import Model
+
+_LONGEST_RETRY = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An answer that is complete."""
+
+    text: str
+    started: Started
+    done: Done
+
+
+class Answer:
+    """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
+
+    def __init__(self, serving: Serving, request: Request) -> None:
+        self.request = request
+        self.started: Started | None = None
+        self.done: Done | None = None
+        self._serving = serving
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._texts: list[str] = []
+        self._error: AnaphoraError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.done is not None or self._error is not None
+
+    def receive(self, event: Event) -> None:
+        """Called on the engine's thread with every event."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is left who waits
+            self._loop.call_soon_threadsafe(self._handle, event)
+
+    async def events(self, heartbeat: float) -> AsyncIterator[Started | str | Done | None]:
+        """What happens, in order: the start, texts, the end. Texts that come fast are joined.
+
+        ``None`` comes whenever nothing else did for ``heartbeat`` seconds. Raises what made the
+        request fail.
+        """
+        announced = False
+        while True:
+            if self.started is not None and not announced:
+                announced = True
+                yield self.started
+            elif self._texts:
+                text = "".join(self._texts)
+                self._texts.clear()
+                yield text
+            elif self._error is not None:
+                raise self._error
+            elif self.done is not None:
+                if self.done.reason == "cancelled":
+                    raise ShuttingDownError("the answer was cut short: the server is stopping")
+                yield self.done
+                return
+            elif not await self._wait(heartbeat):
+                yield None
+
+    async def whole(self) -> Finished:
+        """The finished answer. Raises what made the request fail."""
+        text = [event async for event in self.events(_LONGEST_RETRY) if isinstance(event, str)]
+        if self.started is None or self.done is None:
+            raise EngineError("the engine ended the request without an answer")
+        return Finished("".join(text), self.started, self.done)
+
+    def close(self) -> None:
+        """Cancel the request if it is still running. What was computed stays cached."""
+        self._serving.leave(self)
+
+    async def _wait(self, seconds: float) -> bool:
+        """Wait for an event; False: none came in time."""
+        self._changed.clear()
+        late = False
+
+        def ring() -> None:
+            nonlocal late
+            late = True
+            self._changed.set()
+
+        timer = self._loop.call_later(seconds, ring)
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
+        return not late
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.started = event
+                self._serving.begin(self)
+            case Generated():
+                if event.text:
+                    self._texts.append(event.text)
+            case Done():
+                self.done = event
+                self._serving.end(self)
+            case Failed():
+                self._error = event.error
+                self._serving.end(self)
+        self._changed.set()
+
+
+class Serving:
+    """Takes requests for one model, as many as may wait, and ends them in order."""
+
+    def __init__(self, model: Model, *, max_waiting: int = 256) -> None:
+        self.model = model
+        self.metrics = Metrics(model.info)
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._answers: dict[str, Answer] = {}
+        """Everything that the engine has not ended yet."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._draining = False
+        self._seconds = 1.0
+        """How long a request takes, as a running mean."""
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and self.model.host.alive
+
+    def admit(self) -> None:
+        """Make sure there is a place for another request.
+
+        Raises :class:`~anaphora.errors.OverloadedError` and
+        :class:`~anaphora.errors.ShuttingDownError`.
+        """
+        if self._draining:
+            raise ShuttingDownError("the server is stopping: try again later")
+        if self._waiting >= self._max_waiting:
+            raise OverloadedError(self._waiting, self._retry_after())
+
+    async def submit(self, prepare: Callable[[], Request]) -> Answer:
+        """Run ``prepare`` on another thread and hand what it returns to the engine.
+
+        Raises what :meth:`admit` and ``prepare`` raise.
+        """
+        self.admit()
+        self._queue(+1)
+        try:
+            request = await asyncio.to_thread(prepare)
+        except BaseException:
+            self._queue(-1)
+            raise
+        answer = Answer(self, request)
+        self._answers[request.id] = answer
+        self._empty.clear()
+        self.model.host.submit(request, answer.receive)
+        return answer
+
+    def begin(self, answer: Answer) -> None:
+        """The engine has begun with ``answer``."""
+        self._queue(-1)
+        self.metrics.running.inc()
+        if answer.started is not None:
+            self.metrics.count_prompt(answer.started)
+
+    def end(self, answer: Answer) -> None:
+        """The engine is done with ``answer``."""
+        if answer.started is None:
+            self._queue(-1)
+        else:
+            self.metrics.running.dec()
+        if answer.done is not None:
+            self.metrics.count_answer(answer.done)
+            self._seconds += (answer.done.times.total - self._seconds) / 8
+        del self._answers[answer.request.id]
+        if not self._answers:
+            self._empty.set()
+
+    def leave(self, answer: Answer) -> None:
+        """Nobody waits for ``answer`` any more."""
+        if not answer.ended:
+            self.model.host.cancel(answer.request.id)
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests, and return when those in flight are over.
+
+        After ``grace`` seconds what still runs is ended with an error.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._empty.wait(), grace)
+        except TimeoutError:
+            for request_id in list(self._answers):
+                self.model.host.cancel(request_id)
+            await self._empty.wait()
+
+    def _queue(self, change: int) -> None:
+        self._waiting += change
+        self.metrics.waiting.set(self._waiting)
+
+    def _retry_after(self) -> int:
+        places = max(1, self.model.settings.parallel)
+        return min(max(1, math.ceil(self._seconds * self._waiting / places)), _LONGEST_RETRY)

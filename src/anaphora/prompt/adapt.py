@@ -1,0 +1,188 @@
+"""What to do where a conversation asks for more than the model's template can show.
+
+The same rules hold for every wire protocol:
+
+- ``developer`` is another word for ``system``, ``function`` for ``tool``.
+- A system message is shown where it stands. Where the template refuses it, drops it or would move
+  it, every system message becomes part of a user message in its place, inside ``<system>`` tags;
+  user messages that are neighbours then are one message.
+- Tools, calls of them and their results are shown in the template's own form. Where it has none,
+  they are shown in a generic one: tools as JSON lines in the system message, calls in
+  ``<tool_call>`` and results in ``<tool_response>`` tags.
+- Arguments of a call that are a JSON text become the object they stand for.
+- A conversation that ends with an assistant message is continued from that message's text. One
+  without text at the end is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from anaphora.errors import PromptError, TemplateError
+from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
+from anaphora.prompt.tokens import Prompt, Renderer
+
+_ROLES = {"developer": "system", "function": "tool"}
+_GAP = TextPart("\n\n")
+
+
+def render(
+    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None = None
+) -> Prompt:
+    """The prompt that asks for the next answer in ``conversation``.
+
+    :param options: further variables for the template.
+    :raises TemplateError: the template refuses the conversation in every form there is.
+    :raises PromptError: there are no messages, or the last one is a call of a tool.
+    """
+    conversation = _normal(conversation)
+    messages = conversation.messages
+    if not messages:
+        raise PromptError("there are no messages: give at least one")
+    continued = messages[-1].role == "assistant"
+    if continued and "tool_calls" in messages[-1].fields:
+        raise PromptError("the last message calls a tool: its result has to follow")
+    refused: TemplateError | None = None
+    for form in _forms(conversation, renderer.shows_tools):
+        try:
+            prompt = renderer.render(
+                form,
+                add_generation_prompt=not continued,
+                continue_final=continued,
+                options=options,
+            )
+        except TemplateError as error:
+            refused = refused or error
+        else:
+            if _in_place(prompt, form.messages):
+                return prompt
+    raise refused or TemplateError("the chat template doesn't show the system messages")
+
+
+def _normal(conversation: Conversation) -> Conversation:
+    messages = [_normal_message(message) for message in conversation.messages]
+    while messages and _is_empty_answer(messages[-1]):
+        messages.pop()
+    return replace(conversation, messages=tuple(messages))
+
+
+def _normal_message(message: Message) -> Message:
+    fields = dict(message.fields)
+    if isinstance(calls := fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return Message(_ROLES.get(message.role, message.role), message.content, fields)
+
+
+def _is_empty_answer(message: Message) -> bool:
+    calls = "tool_calls" in message.fields
+    return message.role == "assistant" and not calls and not message.text.strip()
+
+
+def _with_parsed_arguments(call: Plain) -> Plain:
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            try:
+                arguments = json.loads(text)
+            except (ValueError, RecursionError):
+                return call
+            if isinstance(arguments, dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    return call
+
+
+def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[Conversation]:
+    """``conversation`` as it is and in other words, the most faithful form first."""
+    with_tools = bool(conversation.tools) or any(
+        message.role == "tool" or "tool_calls" in message.fields
+        for message in conversation.messages
+    )
+    forms = [conversation] if shows_tools or not with_tools else []
+    if with_tools:
+        forms.append(_with_generic_tools(conversation))
+    yield from forms
+    if any(message.role == "system" for message in conversation.messages):
+        for form in forms:
+            yield replace(form, messages=_without_system_role(form.messages))
+
+
+def _in_place(prompt: Prompt, messages: Sequence[Message]) -> bool:
+    """Whether every system message is shown, behind what stands before it."""
+    reached = 0
+    for message, place in zip(messages, prompt.boundaries, strict=True):
+        end = place.parts[-1] if place.parts else None
+        text = message.text.strip()
+        if message.role == "system" and text:
+            # The end of a text cannot be told where the template changes what stands around it.
+            shown = text in prompt.text if end is None else end > reached
+            if not shown:
+                return False
+        reached = max(reached, end or 0, place.end or 0)
+    return True
+
+
+def _without_system_role(messages: Iterable[Message]) -> tuple[Message, ...]:
+    result: list[Message] = []
+    joins = False
+    for message in messages:
+        system = message.role == "system"
+        if system:
+            content = (TextPart("<system>\n"), *message.content, TextPart("\n</system>"))
+            message = Message("user", content)
+        if message.role == "user" and result and result[-1].role == "user" and (system or joins):
+            before = result.pop()
+            fields = {**before.fields, **message.fields}
+            message = Message("user", (*before.content, _GAP, *message.content), fields)
+        result.append(message)
+        joins = system
+    return tuple(result)
+
+
+def _with_generic_tools(conversation: Conversation) -> Conversation:
+    messages = [_with_generic_calls(message) for message in conversation.messages]
+    if conversation.tools:
+        text = (
+            "You may call the functions described here, one JSON object a line:\n"
+            f"{''.join(_json(_function(tool)) + chr(10) for tool in conversation.tools)}"
+            "To call one, write its name and arguments as JSON between tags:\n"
+            '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
+        )
+        if messages[0].role == "system":
+            first = messages.pop(0)
+            gap = (_GAP,) if first.content else ()
+            content = (*first.content, *gap, TextPart(text))
+        else:
+            first, content = Message("system"), (TextPart(text),)
+        messages.insert(0, replace(first, content=content))
+    return Conversation(tuple(messages))
+
+
+def _with_generic_calls(message: Message) -> Message:
+    fields = {name: value for name, value in message.fields.items() if name != "tool_calls"}
+    if message.role == "tool":
+        opening, closing = TextPart("<tool_response>\n"), TextPart("\n</tool_response>")
+        return Message("user", (opening, *message.content, closing))
+    calls = message.fields.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parts = list(message.content)
+    for call in calls:
+        gap = "\n" if parts else ""
+        parts.append(TextPart(f"{gap}<tool_call>\n{_json(_called(call))}\n</tool_call>"))
+    return Message(message.role, tuple(parts), fields)
+
+
+def _function(tool: Plain) -> Plain:
+    return tool["function"] if isinstance(tool, dict) and "function" in tool else tool
+
+
+def _called(call: Plain) -> Plain:
+    function = _function(call)
+    if isinstance(function, dict):
+        return {name: function[name] for name in ("name", "arguments") if name in function}
+    return function
+
+
+def _json(value: Plain) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,199 @@
+"""Chat Completions, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.api.conftest import DOCUMENT, Serve, Server
+
+QUESTION: list[Any] = [
+    {"role": "system", "content": DOCUMENT},
+    {"role": "user", "content": "What time is it?"},
+]
+
+
+def ask(server: Server, messages: list[Any], **options: Any) -> Any:
+    options = {"temperature": 0, "max_tokens": 8, **options}
+    return server.openai().chat.completions.create(model="any", messages=messages, **options)
+
+
+def test_an_answer_with_true_usage(serve: Serve) -> None:
+    server = serve()
+    cold, warm = (ask(server, QUESTION) for _ in range(2))
+    assert cold.choices[0].message.content == warm.choices[0].message.content
+    assert cold.choices[0].message.role == "assistant"
+    assert cold.choices[0].finish_reason in ("length", "stop")
+    prompt = cold.usage.prompt_tokens
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert cold.usage.prompt_tokens_details.cache_write_tokens == prompt
+    assert warm.usage.prompt_tokens_details.cached_tokens == prompt
+    assert warm.usage.prompt_tokens_details.cache_write_tokens == 0
+    for reply in (cold, warm):
+        assert reply.usage.total_tokens == prompt + reply.usage.completion_tokens
+    assert cold.id != warm.id
+    assert cold.id.startswith("chatcmpl-")
+    assert cold.model == server.model.path.stem
+
+
+def test_a_stream_joined_is_the_unstreamed_answer(server: Server) -> None:
+    whole = ask(server, QUESTION, max_tokens=40)
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(server, QUESTION, max_tokens=40, **options))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + [whole.choices[0].finish_reason]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_without_include_usage_no_chunk_has_any(server: Server) -> None:
+    body = {"messages": QUESTION, "stream": True, "max_tokens": 3}
+    with server.http().stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    assert all("usage" not in json.loads(event) for event in events)
+
+
+def test_the_async_client_and_its_stream_helper(server: Server) -> None:
+    stop = ask(server, QUESTION).choices[0].message.content[-1]  # the helper wants a proper end
+
+    async def talk() -> tuple[str | None, str | None]:
+        async with server.async_openai() as client:
+            create = client.chat.completions.create
+            whole = await create(model="any", messages=QUESTION, temperature=0, stop=stop)
+            async with client.chat.completions.stream(
+                model="any", messages=QUESTION, temperature=0, stop=stop
+            ) as stream:
+                final = await stream.get_final_completion()
+            return whole.choices[0].message.content, final.choices[0].message.content
+
+    whole, streamed = asyncio.run(talk())
+    assert whole == streamed
+
+
+def test_many_at_once(server: Server) -> None:
+    async def talk() -> list[Any]:
+        async with server.async_openai() as client:
+            create = client.chat.completions.create
+            return await asyncio.gather(
+                *(
+                    create(model="any", messages=QUESTION, temperature=0, max_tokens=8)
+                    for _ in range(12)
+                )
+            )
+
+    replies = asyncio.run(talk())
+    assert len({reply.choices[0].message.content for reply in replies}) == 1
+
+
+def test_content_as_parts_is_the_same_prompt(server: Server) -> None:
+    first = ask(server, QUESTION)
+    parts = [{"type": "text", "text": DOCUMENT[:100]}, {"type": "text", "text": DOCUMENT[100:]}]
+    second = ask(server, [{"role": "system", "content": parts}, QUESTION[1]])
+    assert second.usage.prompt_tokens == first.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens
+
+
+def test_max_tokens_over_the_room_is_cut_down(serve: Serve) -> None:
+    server = serve(context_size=256)
+    reply = ask(server, [{"role": "user", "content": "Hi"}], max_tokens=10**30, temperature=1)
+    assert reply.usage.total_tokens <= 256
+
+
+def test_no_answer_wanted_fills_the_cache(serve: Serve) -> None:
+    server = serve()
+    reply = ask(server, QUESTION, max_tokens=0)
+    assert reply.choices[0].message.content == ""
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 0
+    warm = ask(server, QUESTION)
+    assert warm.usage.prompt_tokens_details.cached_tokens == warm.usage.prompt_tokens
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(serve: Serve) -> None:
+    server = serve(context_size=256)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(server, QUESTION, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+        assert "256" in caught.value.message
+        assert str(len(server.model.render(QUESTION).tokens)) in caught.value.message
+
+
+def test_a_stop_text_ends_the_answer(server: Server) -> None:
+    whole = ask(server, QUESTION, max_tokens=40).choices[0].message.content
+    middle = whole[len(whole) // 2]
+    reply = ask(server, QUESTION, max_tokens=40, stop=[middle])
+    assert reply.choices[0].message.content == whole[: whole.index(middle)]
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_an_assistant_message_at_the_end_is_continued(server: Server) -> None:
+    whole = ask(server, QUESTION, max_tokens=1)
+    begun = [*QUESTION, {"role": "assistant", "content": "It is thirteen"}]
+    reply = ask(server, begun)
+    rendered = server.model.render(QUESTION).tokens
+    prefill = len(server.model.tokenize("It is thirteen"))
+    assert reply.usage.prompt_tokens == len(rendered) + prefill
+    assert reply.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens
+    empty = ask(server, [*QUESTION, {"role": "assistant", "content": ""}])
+    assert empty.usage.prompt_tokens == len(rendered)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": []},
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        {"messages": [{"content": "hi"}]},
+        {"temperature": "warm"},
+        {"temperature": -1},
+        {"temperature": 1e999},
+        {"max_tokens": -1},
+        {"max_tokens": "12"},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"999999": 1}},
+        {"stop": 5},
+    ],
+)
+def test_what_cannot_be_ignored_is_refused(server: Server, options: dict[str, Any]) -> None:
+    body = {"messages": QUESTION, "max_tokens": 1, **options}
+    text = json.dumps(body).replace("Infinity", "1e999")
+    response = server.http().post("/v1/chat/completions", content=text)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+    assert response.headers["x-request-id"]
+
+
+def test_hints_are_ignored_and_named(server: Server) -> None:
+    response = server.http().post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "hi", "mood\r\nx: y": 1}],
+            "max_tokens": 1,
+            "user": "me",
+            "prompt_cache_key": "key",
+        },
+    )
+    assert response.status_code == 200
+    assert response.headers["anaphora-ignored"] == "user, prompt_cache_key, messages.mood??x??y"
