@@ -32,7 +32,7 @@ def filled(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version_and_help() -> None:
     assert run("--version").stdout.strip() == f"anaphora {__version__}"
     shown = run("--help").stdout
-    for command in ("demo", "bench", "cache"):
+    for command in ("chat", "selftest", "keys", "demo", "bench", "cache"):
         assert command in shown
 
 
@@ -139,3 +139,28 @@ def test_bench_prints_every_measurement(tiny_llama: Path, tmp_path: Path) -> Non
     assert len(first["rows"]) == 8
     assert all(row["anaphora"] > 0 and row["reference"] > 0 for row in first["rows"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
+    file = ("--keys-file", tmp_path / "keys.json")
+    assert "this machine only" in run("keys", "ls", *file).stdout
+    key = run("keys", "add", "laptop", "--tenant", "acme", *file).stdout.strip()
+    other = json.loads(run("keys", "add", "phone", "--json", *file).stdout)
+    assert key.startswith("ana-")
+    assert (other["name"], other["tenant"]) == ("phone", "phone")
+    listed = run("keys", "ls", *file).stdout
+    assert "laptop" in listed
+    assert "acme" in listed
+    assert key not in listed
+    names = json.loads(run("keys", "ls", "--json", *file).stdout)
+    assert [(record["name"], record["tenant"]) for record in names] == [
+        ("laptop", "acme"),
+        ("phone", "phone"),
+    ]
+    assert all(record.keys() == {"name", "tenant", "created"} for record in names)
+    again = run("keys", "add", "laptop", *file)
+    assert (again.returncode, len(again.stderr.strip().splitlines())) == (1, 1)
+    assert run("keys", "revoke", "laptop", *file).returncode == 0
+    assert run("keys", "revoke", "laptop", *file).returncode == 1
+    environment = {"ANAPHORA_KEYS_FILE": str(tmp_path / "keys.json")}
+    assert len(json.loads(run("keys", "ls", "--json", env=environment).stdout)) == 1

@@ -1,0 +1,3 @@
+from anaphora.cli import main
+
+main()
