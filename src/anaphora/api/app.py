@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora import __version__
-from anaphora.api import errors, models, openai_chat
+from anaphora.api import anthropic_messages, errors, models, openai_chat
 from anaphora.api.edge import Body
 from anaphora.api.endpoint import Endpoint, Options
 from anaphora.api.errors import ApiError
@@ -25,7 +25,11 @@ from anaphora.keys import Keys
 
 logger = logging.getLogger(__name__)
 
-_BODIES: tuple[type[Body], ...] = (openai_chat.ChatRequest,)
+_BODIES: tuple[type[Body], ...] = (
+    openai_chat.ChatRequest,
+    anthropic_messages.MessagesRequest,
+    anthropic_messages.CountRequest,
+)
 
 
 def create_app(
@@ -45,7 +49,7 @@ def create_app(
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     errors.install(app)
     app.add_middleware(Gate, serving=serving, options=options)
-    for module in (openai_chat, models):
+    for module in (openai_chat, anthropic_messages, models):
         app.include_router(module.router(api))
     return app
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,6 +33,10 @@ class Body(BaseModel):
     """An object of a request. Members that are not declared are allowed, and ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+    def without_effect(self) -> Iterable[str]:
+        """Names of what is ignored here."""
+        return self.model_extra or ()
 
 
 B = TypeVar("B", bound=Body)
@@ -94,7 +98,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 def _undeclared(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Body):
-        for name in value.model_extra or {}:
+        for name in value.without_effect():
             yield path + (_UNPRINTABLE.sub("?", name)[:64] or "?")
         for name in type(value).model_fields:
             yield from _undeclared(getattr(value, name), f"{path}{name}.")

@@ -29,6 +29,22 @@ class Generation:
     """Further variables for the chat template."""
 
 
+def tool(name: str, description: str | None, parameters: Plain | None) -> Plain:
+    """A tool in the form templates expect."""
+    members = {"name": name, "description": description, "parameters": parameters}
+    given = {name: value for name, value in members.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def call(call_id: str | None, name: str, arguments: Plain) -> Plain:
+    """A call of a tool in the form templates expect."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
 def prompt_tokens(model: Model, generation: Generation) -> Tokens:
     """The tokens of the prompt, shape (n,).
 

@@ -15,7 +15,7 @@ from anaphora.api import streams
 from anaphora.api.edge import Body
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, as_api_error, openai_body
-from anaphora.api.generation import Generation
+from anaphora.api.generation import Generation, call, tool
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, FinishReason, Sampling, Started
 from anaphora.prompt.conversation import Conversation, Message
@@ -171,23 +171,15 @@ class ChatRequest(SamplingBody):
         return Generation(
             Conversation(
                 tuple(_message(message) for message in self.messages),
-                tuple(tool_form(tool.function) for tool in self.tools or ()),
+                tuple(
+                    tool(item.function.name, item.function.description, item.function.parameters)
+                    for item in self.tools or ()
+                ),
             ),
             self.max_tokens if limit is None else limit,
             self.sampling,
             self.chat_template_kwargs or {},
         )
-
-
-def tool_form(function: Function) -> dict[str, Any]:
-    """A tool as templates expect it."""
-    members = {
-        "name": function.name,
-        "description": function.description,
-        "parameters": function.parameters,
-    }
-    given = {name: value for name, value in members.items() if value is not None}
-    return {"type": "function", "function": given}
 
 
 def usage(started: Started, done: Done) -> dict[str, Any]:
@@ -269,11 +261,7 @@ def _message(message: ChatMessage) -> Message:
     members = message.model_dump(include=names, exclude_none=True)
     if message.tool_calls:
         members["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
+            call(item.id, item.function.name, item.function.arguments)
+            for item in message.tool_calls
         ]
     return Message.parse({**members, "role": message.role, "content": texts})

@@ -9,6 +9,7 @@ The same rules hold for every wire protocol:
 - Tools, calls of them and their results are shown in the template's own form. Where it has none,
   they are shown in a generic one: tools as JSON lines in the system message, calls in
   ``<tool_call>`` and results in ``<tool_response>`` tags.
+- A tool's result that doesn't say which tool it is from gets the name from the call.
 - Arguments of a call that are a JSON text become the object they stand for.
 - A conversation that ends with an assistant message is continued from that message's text. One
   without text at the end is left out.
@@ -62,17 +63,26 @@ def render(
 
 
 def _normal(conversation: Conversation) -> Conversation:
-    messages = [_normal_message(message) for message in conversation.messages]
+    names: dict[str, str] = {}
+    messages = [_normal_message(message, names) for message in conversation.messages]
     while messages and _is_empty_answer(messages[-1]):
         messages.pop()
     return replace(conversation, messages=tuple(messages))
 
 
-def _normal_message(message: Message) -> Message:
-    fields = dict(message.fields)
+def _normal_message(message: Message, names: dict[str, str]) -> Message:
+    """``message``; ``names`` are those of the functions called so far, by the calls' ids."""
+    role, fields = _ROLES.get(message.role, message.role), dict(message.fields)
     if isinstance(calls := fields.get("tool_calls"), list):
         fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    return Message(_ROLES.get(message.role, message.role), message.content, fields)
+        for call in calls:
+            match call:
+                case {"id": str(call_id), "function": {"name": str(name)}}:
+                    names[call_id] = name
+    of_call = str(fields.get("tool_call_id"))
+    if role == "tool" and of_call in names:
+        fields.setdefault("name", names[of_call])
+    return Message(role, message.content, fields)
 
 
 def _is_empty_answer(message: Message) -> bool:
