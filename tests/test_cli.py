@@ -32,7 +32,7 @@ def filled(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version_and_help() -> None:
     assert run("--version").stdout.strip() == f"anaphora {__version__}"
     shown = run("--help").stdout
-    for command in ("chat", "selftest", "keys", "demo", "bench", "cache"):
+    for command in ("serve", "chat", "selftest", "keys", "demo", "bench", "cache"):
         assert command in shown
 
 

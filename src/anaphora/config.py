@@ -173,17 +173,17 @@ class Config:
         False, _switch, "One request at a time, and a hit equals a cold run bit for bit."
     )
 
-    queue_size: int = _option(64, _integer(0), "Requests that may wait for a place.", "N")
+    queue_size: int = _option(256, _integer(0), "Requests that may wait for a place.", "N")
     max_body: int = _option(32 << 20, _size, "Largest body of a request.", "SIZE")
     strict_model: bool = _option(False, _switch, "Refuse model names other than the true one.")
     strict_max_tokens: bool = _option(
         False, _switch, "Refuse a max_tokens the context has no room for, instead of clamping it."
     )
     allow_host: tuple[str, ...] = _option(
-        (), _texts, "Further host names the server may be called by; may be repeated.", "HOST"
+        (), _texts, "A further name the server is called by, * for any; may be repeated.", "HOST"
     )
     allow_origin: tuple[str, ...] = _option(
-        (), _texts, "Web pages that may call the server, * for all; may be repeated.", "ORIGIN"
+        (), _texts, "An origin whose pages may call it, * for all; may be repeated.", "ORIGIN"
     )
     drain_seconds: int = _option(
         10, _integer(0, 3600), "How long requests may go on when the server is stopped.", "SECONDS"

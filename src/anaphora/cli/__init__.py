@@ -16,6 +16,7 @@ from anaphora.cli.chat import chat
 from anaphora.cli.measure import bench, demo
 from anaphora.cli.output import fail, out
 from anaphora.cli.selftest import selftest
+from anaphora.cli.serve import serve
 from anaphora.errors import AnaphoraError
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Prompt caching for models you run yourself.",
 )
-for command in (chat, selftest, demo, bench):
+for command in (serve, chat, selftest, demo, bench):
     app.command()(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(cache.app, name="cache")

@@ -191,6 +191,10 @@ class EngineInfo:
     """Tokens all sequences together can hold."""
     bytes_per_token: int
     """Size of one token's KV in a block."""
+    memory_budget: int = 0
+    """Bytes of the cache's memory tier."""
+    disk_budget: int = 0
+    """Bytes of its disk tier; 0: it has none."""
     chat_template: str | None = None
     """The model's own Jinja chat template."""
     warnings: tuple[str, ...] = ()

@@ -135,6 +135,7 @@ def _assemble(
         warnings.append(problem)
     for warning in warnings:
         logger.warning("%s", warning)
+    budgets = cache.stats()
     info = EngineInfo(
         name="llama.cpp",
         model=model.name,
@@ -143,6 +144,8 @@ def _assemble(
         context_size=context_size,
         cells=cells,
         bytes_per_token=token_bytes,
+        memory_budget=budgets.memory_budget,
+        disk_budget=budgets.disk_budget,
         chat_template=model.chat_template,
         warnings=tuple(warnings),
     )

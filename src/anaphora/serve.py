@@ -1,0 +1,172 @@
+"""``anaphora serve``: from options to a running server, and to its proper end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from anaphora.api.app import create_app
+from anaphora.api.endpoint import Options
+from anaphora.api.serving import Serving
+from anaphora.config import Config
+from anaphora.errors import AddressError, ConfigError
+from anaphora.keys import Keys
+from anaphora.model import Model
+
+_CLOSING_SECONDS = 5
+"""How long ended requests may take to tell their clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and who may come."""
+
+    host: str
+    port: int
+    keys_required: bool
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+class Server:
+    """A socket that is taken, and what will be served on it.
+
+    Made before the model is loaded, so that what can't work is known at once.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Take the address.
+
+        Raises:
+            AddressError: the port is in use, or the host is not one of this machine's.
+            ConfigError: others could reach the server, and there are no keys.
+            KeysError: the key file can't be used.
+        """
+        self._config = config
+        self._keys = Keys(config.keys_file, config.api_key)
+        self._socket = _bind(config.host, config.port)
+        host, port = self._socket.getsockname()[:2]
+        self.address = Address(host, port, self._keys.required)
+        if not self._keys.required and not ipaddress.ip_address(host).is_loopback:
+            self._socket.close()
+            raise ConfigError(
+                f"host is {config.host} and there are no API keys: make one with "
+                "'anaphora keys add NAME', or use 127.0.0.1 to serve this machine only"
+            )
+
+    def run(self, load: Callable[[], Model], announce: Callable[[Model], None]) -> None:
+        """Serve until a SIGTERM or SIGINT, then end what runs and close the model.
+
+        ``announce`` is called when requests are taken. Raises what ``load`` does, and
+        :class:`~anaphora.errors.AddressError` where another server took the address meanwhile.
+        """
+        with self._socket, load() as model:
+            serving = Serving(model, max_waiting=self._config.queue_size)
+            app = create_app(serving, self._options(), self._keys)
+            uvicorn_config = uvicorn.Config(
+                app,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=self._config.drain_seconds + _CLOSING_SECONDS,
+            )
+            server = _Uvicorn(
+                uvicorn_config, serving, self._config.drain_seconds, lambda: announce(model)
+            )
+            # uvicorn takes these signals while it runs, and raises them again at its end; then
+            # the model still has to be closed.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, server.handle_exit)
+            try:
+                server.run(sockets=[self._socket])
+            except OSError as error:
+                raise _address_error(self._config.host, self._config.port, error) from error
+
+    def _options(self) -> Options:
+        config = self._config
+        return Options(
+            alias=config.alias,
+            strict_model=config.strict_model,
+            strict_max_tokens=config.strict_max_tokens,
+            body_limit=config.max_body,
+            hosts=self._hosts(),
+            origins=config.allow_origin,
+        )
+
+    def _hosts(self) -> tuple[str, ...]:
+        """Names the server answers to; none: all.
+
+        Without keys a page in a browser on this machine could reach it under a name of its own.
+        """
+        allowed = self._config.allow_host
+        if "*" in allowed or (self._keys.required and not allowed):
+            return ()
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return (*Options().hosts, host, *allowed)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens, and ends the engine's requests along with the connections."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        serving: Serving,
+        grace: float,
+        announce: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._serving = serving
+        self._grace = grace
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._serving.drain(self._grace))
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            await draining
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but takes no connections yet: nothing could answer them."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        taken = socket.socket(family, kind, protocol)
+        try:
+            # Else a restart would have to wait until the last connections are forgotten.
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+        except OSError:
+            taken.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise _address_error(host, port, error) from error
+    return taken
+
+
+def _address_error(host: str, port: int, error: OSError | UnicodeError) -> AddressError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        return AddressError(f"port {port} of {host} is in use: choose another with --port")
+    if number == errno.EACCES:
+        return AddressError(f"port {port} needs rights you don't have: choose one above 1023")
+    if number == errno.EADDRNOTAVAIL or not isinstance(number, int) or number < 0:
+        return AddressError(f"{host!r} is no address of this machine: use 127.0.0.1 or 0.0.0.0")
+    return AddressError(f"can't listen on {host} port {port}: {os.strerror(number)}")

@@ -1,0 +1,276 @@
+"""``anaphora serve`` as a process of its own: its start, its end, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from anaphora.keys import KeyFile
+from tests.test_cli import run
+from tests.tiny_models import CONTROL, VOCABULARY
+
+DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    shown: str
+    """What it printed when it was ready."""
+
+    @property
+    def url(self) -> str:
+        match = re.search(r"Address\s+(\S+)/v1", self.shown)
+        assert match, self.shown
+        return match[1]
+
+    def ask(self, max_tokens: int = 4, **options: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": max_tokens}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60, **options)  # type: ignore[arg-type]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture
+def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
+    """``start(*arguments)``: a server on a port of its own, when it takes requests."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_(*arguments: object, env: dict[str, str] | None = None) -> Served:
+        command = [sys.executable, "-m", "anaphora.cli", "serve", str(tiny_llama), "--port", "0"]
+        command += ["--cache-dir", str(tmp_path / "cache"), "--threads", "1"]
+        command += ["--memory-budget", "64MiB", "--disk-budget", "1GiB"]
+        command += ["--keys-file", str(tmp_path / "keys.json"), *map(str, arguments)]
+        errors = (tmp_path / "stderr").open("a")
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        shown = ""
+        for line in process.stdout:
+            shown += line
+            if "curl" in line:
+                return Served(process, shown)
+        raise AssertionError((tmp_path / "stderr").read_text())
+
+    yield start_
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_it_says_what_it_serves_and_how_to_try_it(start: Start) -> None:
+    served = start("--ctx-size", 2048, "--parallel", 2)
+    for text in ("tiny-llama (attention)", "2,048 tokens, 2 at a time", "64.0 MiB", "1.0 GiB in"):
+        assert text in served.shown
+    assert "only this machine" in served.shown
+    assert "\x1b[" not in served.shown
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    (line,) = (line for line in served.shown.splitlines() if "curl" in line)
+    command = [*shlex.split(line), "-s", "--max-time", "30"]
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_a_restart_everything_hits(start: Start, number: int) -> None:
+    first = start()
+    cold = first.ask().json()["usage"]
+    assert first.stop(number) == 0
+    assert first.process.stdout is not None
+    assert "stopped" in first.process.stdout.read()
+    warm = start().ask().json()["usage"]
+    assert cold["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["prompt_tokens_details"]["cached_tokens"] == cold["prompt_tokens"] > 256
+
+
+def test_a_stream_in_flight_is_finished_when_there_is_time(start: Start) -> None:
+    served = start()
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 400,
+        "stream": True,
+        "temperature": 0,
+    }
+    with httpx.stream(
+        "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        rest = list(lines)
+    assert "data: [DONE]" in rest
+    assert served.process.wait(30) == 0
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path: Path) -> None:
+    served = start("--drain-seconds", 0)
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8000,
+        "stream": True,
+        "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
+    }
+    with httpx.stream(
+        "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        rest = list(lines)
+    assert any('"error"' in line for line in rest), rest[-4:]
+    assert served.process.wait(30) == 0
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    acme, acme4 = file.add("42", "acme"), file.add("2", "acme4")
+    served = start("--host", "0.0.0.0")
+    assert "YOUR_KEY" in served.shown
+    assert served.ask().status_code == 401
+    assert served.ask(headers={"authorization": "Bearer ana-wrong"}).status_code == 401
+
+    def cached(key: str) -> int:
+        answer = served.ask(headers={"authorization": f"Bearer {key}"}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(acme) == 0
+    assert cached(acme4) == 0, "another tenant's content is not there"
+    assert cached(acme) > 0
+    file.revoke("42")
+    assert served.ask(headers={"authorization": f"Bearer {acme}"}).status_code == 401
+    assert cached(acme4) > 0
+
+
+def test_a_key_may_come_from_the_environment(start: Start) -> None:
+    served = start(env={"ANAPHORA_API_KEY": "sesame"})
+    assert served.ask().status_code == 401
+    assert served.ask(headers={"x-api-key": "sesame"}).status_code == 200
+    assert "sesame" not in served.shown
+
+
+def test_other_names_are_refused_without_keys(start: Start) -> None:
+    served = start("--allow-host", "box.local")
+    for host, status in (
+        ("localhost", 200),
+        ("box.local:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+    ):
+        assert httpx.get(f"{served.url}/health", headers={"host": host}).status_code == status
+
+
+def test_without_keys_it_serves_no_other_machine(tiny_llama: Path, tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::"):
+        failed = serve(tiny_llama, tmp_path, "--host", host)
+        assert_one_line(failed)
+        assert "anaphora keys add" in failed.stderr
+
+
+def test_a_port_in_use_is_one_line(tiny_llama: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed = serve(tiny_llama, tmp_path, "--port", port)
+    assert_one_line(failed)
+    assert f"port {port} of 127.0.0.1 is in use" in failed.stderr
+
+
+def test_two_that_start_at_once_do_not_both_take_the_port(tiny_llama: Path, tmp_path: Path) -> None:
+    """Neither listens while it loads, so the second may only notice afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "anaphora.cli", *arguments(tiny_llama, tmp_path)]
+    first, second = (
+        subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    )
+    try:
+        while first.poll() is None and second.poll() is None:
+            threading.Event().wait(0.1)
+        loser, winner = (first, second) if first.poll() is not None else (second, first)
+        assert loser.returncode == 1
+        assert loser.stderr is not None
+        assert "in use" in loser.stderr.read()
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
+        winner.send_signal(signal.SIGTERM)
+        assert winner.wait(30) == 0
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--port", "http"), "--port is 'http'"),
+        (("--host", "no.such.host.invalid"), "no address of this machine"),
+        (("--host", "192.0.2.1"), "no address of this machine"),
+        (("--kv-type", "q99"), "kv_type"),
+        (("--block-size", "100"), "block-size is 100"),
+        (("--memory-budget", "8G"), "8GiB"),
+        (("--config", "/nowhere.toml"), "nowhere.toml"),
+        (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
+        (("--api-key", "a b"), "printable ASCII"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    tiny_llama: Path, tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
+    failed = serve(tiny_llama, tmp_path, *options)
+    assert_one_line(failed)
+    assert says in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["/nowhere.gguf", "hf:nothing", "hf:../..", "/dev/null", "/tmp"])
+def test_a_missing_model_is_one_line(tmp_path: Path, name: str) -> None:
+    assert_one_line(serve(name, tmp_path))
+
+
+def arguments(model: object, folder: Path, *options: object) -> list[str]:
+    fixed = ("serve", model, "--cache-dir", folder, "--keys-file", folder / "keys.json")
+    return [str(item) for item in (*fixed, "--threads", 1, *options)]
+
+
+def serve(model: object, folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    ports = () if "--port" in options else ("--port", 0)
+    return run(*arguments(model, folder, *ports, *options))
+
+
+def assert_one_line(failed: subprocess.CompletedProcess[str]) -> None:
+    assert failed.returncode == 1
+    lines = failed.stderr.strip().splitlines()
+    assert len(lines) == 1, failed.stderr
+    assert lines[0].startswith("anaphora: ")
