@@ -16,7 +16,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora import __version__
-from anaphora.api import anthropic_messages, errors, models, openai_chat
+from anaphora.api import (
+    anthropic_messages,
+    errors,
+    models,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from anaphora.api.edge import Body
 from anaphora.api.endpoint import Endpoint, Options
 from anaphora.api.errors import ApiError
@@ -29,7 +36,10 @@ _BODIES: tuple[type[Body], ...] = (
     openai_chat.ChatRequest,
     anthropic_messages.MessagesRequest,
     anthropic_messages.CountRequest,
+    openai_completions.CompletionRequest,
+    openai_responses.ResponsesRequest,
 )
+_PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic_messages, models)
 
 
 def create_app(
@@ -49,7 +59,7 @@ def create_app(
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     errors.install(app)
     app.add_middleware(Gate, serving=serving, options=options)
-    for module in (openai_chat, anthropic_messages, models):
+    for module in _PROTOCOLS:
         app.include_router(module.router(api))
     return app
 
