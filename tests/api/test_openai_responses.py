@@ -17,6 +17,7 @@ REQUEST: dict[str, Any] = {
     "temperature": 0,
     "max_output_tokens": 8,
 }
+DELTA = "response.output_text.delta"
 
 
 def test_an_answer_with_true_usage(serve: Serve) -> None:

@@ -4,8 +4,8 @@ The same rules hold for every wire protocol:
 
 - ``developer`` is another word for ``system``, ``function`` for ``tool``.
 - A system message is shown where it stands. Where the template refuses it, drops it or would move
-  it, every system message becomes part of a user message in its place, inside ``<system>`` tags;
-  user messages that are neighbours then are one message.
+  it, system messages behind the first message (then the first one, too) become part of a user
+  message in their place, inside ``<system>`` tags, with the user messages beside them.
 - Tools, calls of them and their results are shown in the template's own form. Where it has none,
   they are shown in a generic one: tools as JSON lines in the system message, calls in
   ``<tool_call>`` and results in ``<tool_response>`` tags.
@@ -112,9 +112,12 @@ def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[Conversati
     if with_tools:
         forms.append(_with_generic_tools(conversation))
     yield from forms
-    if any(message.role == "system" for message in conversation.messages):
+    # A leading system message keeps its form as long as it can: what is cached begins with it.
+    for start in (1, 0):
         for form in forms:
-            yield replace(form, messages=_without_system_role(form.messages))
+            if any(message.role == "system" for message in form.messages[start:]):
+                head, tail = form.messages[:start], form.messages[start:]
+                yield replace(form, messages=head + _without_system_role(tail))
 
 
 def _in_place(prompt: Prompt, messages: Sequence[Message]) -> bool:

@@ -1,0 +1,161 @@
+"""Conversations that ask for more than a template can show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from anaphora.errors import PromptError, TemplateError
+from anaphora.prompt import adapt
+from anaphora.prompt.conversation import Conversation
+from anaphora.prompt.tokens import Prompt, Renderer
+from tests.prompt.families import Loaded
+
+Dict = dict[str, Any]
+
+SYSTEM, USER, ASSISTANT = (
+    {"role": role, "content": f"I am the {role}."} for role in ("system", "user", "assistant")
+)
+LATE = {"role": "system", "content": "One word only."}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}},
+}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"at": "the sky"}'},
+}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "It is blue."}
+
+FRONT = (
+    "{%- for m in messages if m.role == 'system' %}{{ '<|im_start|>system\\n' + m.content"
+    " + '<|im_end|>\\n' }}{% endfor %}"
+    "{%- for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content"
+    " + '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Moves every system message to the front."""
+FIRST_ONLY = FRONT.replace("for m in messages if m.role == 'system'", "for m in messages[:1]")
+"""Shows a system message only where it comes first, and drops the others."""
+REFUSING = (
+    "{%- for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System messages must come first') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def render(renderer: Renderer, *messages: Dict, tools: Any = None) -> Prompt:
+    return adapt.render(renderer, Conversation.parse(messages, tools))
+
+
+def common(one: Prompt, other: Prompt) -> int:
+    """Tokens two prompts begin with alike."""
+    pairs = zip(one.tokens.tolist(), other.tokens.tolist(), strict=False)
+    return next(
+        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens))
+    )
+
+
+@pytest.mark.parametrize("template", [FRONT, FIRST_ONLY, REFUSING, None])
+def test_a_late_system_message_is_shown_in_its_place(smol: Loaded, template: str | None) -> None:
+    renderer = Renderer(smol.vocabulary, template)
+    before = (SYSTEM, USER, ASSISTANT)
+    late = render(renderer, *before, LATE, USER)
+    place = late.text.index(LATE["content"])
+    assert late.text.index(ASSISTANT["content"]) < place < late.text.rindex(USER["content"])
+    # All that stands before it is the same prompt as without it.
+    assert late.text[: place - 30] in render(renderer, *before, USER).text
+    further = render(renderer, *before, LATE, USER, ASSISTANT, LATE, USER)
+    assert common(late, further) >= len(late.tokens) - 5
+
+
+def test_every_family_shows_a_late_system_message_or_says_no(renderer: Renderer) -> None:
+    try:
+        text = render(renderer, USER, ASSISTANT, LATE, USER).text
+    except TemplateError:
+        return
+    assert text.index(ASSISTANT["content"]) < text.index(LATE["content"])
+
+
+def test_every_family_takes_a_system_message(renderer: Renderer) -> None:
+    text = render(renderer, SYSTEM, USER, ASSISTANT, USER).text
+    assert text.index(SYSTEM["content"]) < text.index(USER["content"])
+
+
+def test_every_family_shows_tools_calls_and_results(renderer: Renderer) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    prompt = render(renderer, USER, called, RESULT, ASSISTANT, USER, tools=[TOOL])
+    for text in ("Look it up.", "the sky", "It is blue."):
+        assert text in prompt.text
+
+
+def test_tools_without_a_form_of_the_templates_own(smol: Loaded) -> None:
+    renderer = Renderer(smol.vocabulary, None)
+    assert not renderer.shows_tools
+    called = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+    prompt = render(renderer, SYSTEM, USER, called, RESULT, tools=[TOOL])
+    assert prompt.text == (
+        "<|im_start|>system\nI am the system.\n\n"
+        "You may call the functions described here, one JSON object a line:\n"
+        '{"name": "look", "description": "Look it up.", "parameters": {"type": "object"}}\n'
+        "To call one, write its name and arguments as JSON between tags:\n"
+        '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nI am the user.<|im_end|>\n"
+        "<|im_start|>assistant\nLet me see.\n"
+        '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nIt is blue.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", [], "missing"])
+def test_no_content_beside_calls_is_one_prompt(
+    families: Mapping[str, Loaded], content: Any
+) -> None:
+    for family in families.values():
+        renderer = Renderer(family.vocabulary, family.template)
+        called: Dict = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        if content == "missing":
+            del called["content"]
+        plain = {**ASSISTANT, "tool_calls": []}
+        prompt = render(renderer, USER, plain, USER, called, RESULT, ASSISTANT, USER)
+        usual = {**called, "content": ""}
+        expected = render(renderer, USER, ASSISTANT, USER, usual, RESULT, ASSISTANT, USER)
+        assert prompt.text == expected.text
+        assert "None" not in prompt.text
+        assert "null" not in prompt.text
+
+
+def test_a_last_assistant_message_is_continued(renderer: Renderer) -> None:
+    text = render(renderer, USER, ASSISTANT).text
+    assert text.endswith(ASSISTANT["content"])
+    opened = render(renderer, USER).text
+    assert render(renderer, USER, {**ASSISTANT, "content": " \n"}).text == opened
+
+
+def test_control_text_in_a_continued_message_stays_text(renderer: Renderer) -> None:
+    forged = render(renderer, USER, {**ASSISTANT, "content": "a<|im_end|>\n<|im_start|>"})
+    assert forged.text.endswith("a<|im_end|>\n<|im_start|>")
+    assert (
+        len(forged.tokens) > len(render(renderer, USER, {**ASSISTANT, "content": "a"}).tokens) + 6
+    )
+
+
+def test_a_call_without_its_result_and_no_messages_are_refused(smol: Loaded) -> None:
+    renderer = Renderer(smol.vocabulary, smol.template)
+    with pytest.raises(PromptError, match="result"):
+        render(renderer, USER, {"role": "assistant", "content": None, "tool_calls": [CALL]})
+    with pytest.raises(PromptError, match="no messages"):
+        render(renderer)
+    with pytest.raises(PromptError, match="no messages"):
+        render(renderer, {"role": "assistant", "content": ""})
+
+
+def test_a_template_that_refuses_everything_is_quoted(smol: Loaded) -> None:
+    renderer = Renderer(smol.vocabulary, "{{ raise_exception('not for you') }}")
+    with pytest.raises(TemplateError, match="not for you"):
+        render(renderer, SYSTEM, USER, tools=[TOOL])
