@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from anaphora import GREEDY, Model, __version__
+from anaphora.config import FIELDS, spelled
 
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -164,3 +165,15 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     assert run("keys", "revoke", "laptop", *file).returncode == 1
     environment = {"ANAPHORA_KEYS_FILE": str(tmp_path / "keys.json")}
     assert len(json.loads(run("keys", "ls", "--json", env=environment).stdout)) == 1
+
+
+def test_help_of_the_server_names_every_option_and_its_default() -> None:
+    shown = " ".join(run("serve", "--help", env={"COLUMNS": "300"}).stdout.split())
+    for name, item in FIELDS.items():
+        if name != "model":
+            assert f"--{spelled(name)} " in shown or f"--{spelled(name)}/" in shown
+        if isinstance(item.default, str):
+            assert f"Default: {item.default}." in shown
+    assert "Default: 8080." in shown
+    assert "Default: 32MiB." in shown
+    assert "K[,V]" in shown

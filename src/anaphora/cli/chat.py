@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -65,7 +66,9 @@ def _answer(conversation: Chat, text: str) -> None:
     try:
         stream = conversation.stream(text)
         try:
-            for piece in stream:
+            with err.status("reading"):
+                first = next(iter(stream), "")
+            for piece in itertools.chain((first,), stream):
                 out.print(piece, end="", markup=False, soft_wrap=True)
                 out.file.flush()
         except KeyboardInterrupt:

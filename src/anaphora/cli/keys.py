@@ -31,7 +31,7 @@ def add(
     name: Annotated[str, typer.Argument(help="What to call the key.")],
     tenant: Annotated[
         str | None,
-        typer.Option(help="Keys of one tenant share its cache. [default: one for this key alone]"),
+        typer.Option(help="Keys of one tenant share its cache. Default: one for this key alone."),
     ] = None,
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
     as_json: AsJson = False,

@@ -80,7 +80,7 @@ def _parameter(name: str) -> inspect.Parameter:
         switch = typer.Option(f"{flag}/--no-{spelled(name)}", help=option.help)
         return _keyword(name, Annotated[bool | None, switch], None)
     shown = item.default if item.default not in (None, ()) else None
-    text = f"{option.help} [default: {_size(shown)}]" if shown is not None else option.help
+    text = f"{option.help} Default: {_size(shown)}." if shown is not None else option.help
     settings = typer.Option(flag, help=text, metavar=option.metavar)
     if item.default == ():
         return _keyword(name, Annotated[list[str] | None, settings], None)

@@ -16,7 +16,7 @@ CacheDir = Annotated[
     Path, typer.Option("--cache-dir", help="Folder of the disk cache.", show_default=True)
 ]
 ModelPath = Annotated[
-    Path | None, typer.Option("--model", help="A GGUF file. [default: the bundled model]")
+    Path | None, typer.Option("--model", help="A GGUF file. Default: the bundled model.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
