@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -197,3 +198,60 @@ def test_hints_are_ignored_and_named(server: Server) -> None:
     )
     assert response.status_code == 200
     assert response.headers["anaphora-ignored"] == "user, prompt_cache_key, messages.mood??x??y"
+
+
+def test_the_next_turn_finds_the_answer_settled(serve: Serve) -> None:
+    server = serve()
+    answer = ask(server, QUESTION, max_tokens=60).choices[0].message.content
+    assert answer
+    turn = [*QUESTION, {"role": "assistant", "content": answer}]
+    ready = len(server.model.render(turn, add_generation_prompt=False).tokens)
+    following = {"messages": [*turn, {"role": "user", "content": "And now?"}], "max_tokens": 0}
+    wait_until_settled(server)
+    response = server.http().post("/v1/chat/completions", json=following)
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= ready
+    assert int(response.headers["anaphora-computed-tokens"]) == usage["prompt_tokens"] - ready
+
+
+def wait_until_settled(server: Server) -> None:
+    async def settled() -> None:
+        assert server.serving._settling is not None
+        await server.serving._settling
+
+    server.call(settled())
+
+
+NO_CONTENT: list[dict[str, Any]] = [{"content": None}, {"content": ""}, {}]
+
+
+def test_no_content_beside_tool_calls_is_one_prompt(serve: Serve) -> None:
+    server = serve()
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    for number, content in enumerate(NO_CONTENT):
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": "Wait.", "tool_calls": []},
+            QUESTION[1],
+            {"role": "assistant", "tool_calls": [call], **content},
+            {"role": "tool", "tool_call_id": "c", "content": "Thirteen."},
+            {"role": "user", "content": "Sure?"},
+        ]
+        usage = (
+            server.http()
+            .post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            .json()["usage"]
+        )
+        expected = usage["prompt_tokens"] if number else 0
+        assert usage["prompt_tokens_details"]["cached_tokens"] == expected
+
+
+def test_counters_stay_within_the_prompt_after_a_restart(serve: Serve, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    first = serve(cache_dir=folder)
+    ask(first, QUESTION)
+    first.stop()
+    usage = ask(serve(cache_dir=folder), QUESTION).usage
+    details = usage.prompt_tokens_details
+    assert details.cached_tokens == usage.prompt_tokens
+    assert details.cached_tokens + details.cache_write_tokens <= usage.prompt_tokens

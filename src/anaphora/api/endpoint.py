@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from anaphora.api import edge, streams
 from anaphora.api.errors import ApiError
-from anaphora.api.generation import Generation, engine_request
+from anaphora.api.generation import Generation, prepare
 from anaphora.api.serving import Answer, Finished, Serving
 from anaphora.engine.protocol import Done
 from anaphora.keys import LOCAL, Keys, Tenant
@@ -82,7 +82,7 @@ class Endpoint:
         strict = self.options.strict_max_tokens
         model = self.serving.model
         return await self.serving.submit(
-            lambda: engine_request(model, generation(), tenant, strict_max_tokens=strict)
+            lambda: prepare(model, generation(), tenant, strict=strict)
         )
 
     async def whole(self, request: Request, answer: Answer) -> Finished:

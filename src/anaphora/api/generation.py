@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from anaphora.api.errors import ApiError
 from anaphora.cache.keys import Tokens
 from anaphora.engine.protocol import CacheHints, Request, Sampling
-from anaphora.errors import PromptTooLongError
+from anaphora.errors import AnaphoraError, PromptTooLongError
 from anaphora.keys import Tenant
 from anaphora.model import Model
 from anaphora.prompt import adapt
@@ -27,6 +27,16 @@ class Generation:
     sampling: Sampling
     options: Mapping[str, Plain] = field(default_factory=dict)
     """Further variables for the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A generation in the engine's terms."""
+
+    request: Request
+    next_turn: Callable[[str], Request | None]
+    """What to compute in idle time once the answer is known: the conversation as the next turn
+    will show it, which may differ from the tokens that were generated."""
 
 
 def tool(name: str, description: str | None, parameters: Plain | None) -> Plain:
@@ -55,13 +65,11 @@ def prompt_tokens(model: Model, generation: Generation) -> Tokens:
     return model.tokenize(generation.prompt)
 
 
-def engine_request(
-    model: Model, generation: Generation, tenant: Tenant, *, strict_max_tokens: bool
-) -> Request:
+def prepare(model: Model, generation: Generation, tenant: Tenant, *, strict: bool) -> Prepared:
     """What the engine is asked for.
 
     ``max_tokens`` over the room that the prompt leaves is cut down to it, or refused where
-    ``strict_max_tokens``.
+    ``strict``.
 
     Raises :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and
     what :func:`prompt_tokens` raises.
@@ -72,11 +80,29 @@ def engine_request(
     if room < 0:
         raise PromptTooLongError(len(tokens), size)
     wanted = room if generation.max_tokens is None else generation.max_tokens
-    if wanted > room and strict_max_tokens:
+    if wanted > room and strict:
         raise ApiError(
             f"max_tokens is {wanted} and the prompt of {len(tokens)} tokens leaves room for "
             f"{room} in a context of {size}: ask for less",
             param="max_tokens",
         )
     cache = CacheHints((tenant.segment,))
-    return Request(uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache)
+    request = Request(uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache)
+    return Prepared(request, lambda answer: _next_turn(model, generation, cache, answer))
+
+
+def _next_turn(
+    model: Model, generation: Generation, cache: CacheHints, answer: str
+) -> Request | None:
+    """A request that settles the turn; ``None`` where there is nothing to settle."""
+    if not answer or not isinstance(generation.prompt, Conversation):
+        return None
+    try:
+        tokens = adapt.render_answered(
+            model.renderer, generation.prompt, answer, generation.options
+        ).tokens
+    except AnaphoraError:  # the template doesn't take a conversation that ends here
+        return None
+    if len(tokens) > model.info.context_size:
+        return None
+    return Request(uuid.uuid4().hex, tokens, 0, cache=cache, background=True)

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
-from anaphora.engine.protocol import Done, Event, Failed, Generated, Request, Started
+from anaphora.engine.protocol import Done, Event, Failed, Generated, Started
 from anaphora.errors import AnaphoraError, EngineError, OverloadedError, ShuttingDownError
 from anaphora.model import Model
 
@@ -28,19 +29,27 @@ class Finished:
 class Answer:
     """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
 
-    def __init__(self, serving: Serving, request: Request) -> None:
-        self.request = request
+    def __init__(self, serving: Serving, prepared: Prepared) -> None:
+        self.request = prepared.request
+        self.next_turn = prepared.next_turn
         self.started: Started | None = None
         self.done: Done | None = None
         self._serving = serving
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._texts: list[str] = []
+        self._given = 0
+        """How many of the texts were given out."""
         self._error: AnaphoraError | None = None
 
     @property
     def ended(self) -> bool:
         return self.done is not None or self._error is not None
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return "".join(self._texts)
 
     def receive(self, event: Event) -> None:
         """Called on the engine's thread with every event."""
@@ -58,9 +67,9 @@ class Answer:
             if self.started is not None and not announced:
                 announced = True
                 yield self.started
-            elif self._texts:
-                text = "".join(self._texts)
-                self._texts.clear()
+            elif self._given < len(self._texts):
+                text = "".join(self._texts[self._given :])
+                self._given = len(self._texts)
                 yield text
             elif self._error is not None:
                 raise self._error
@@ -74,10 +83,11 @@ class Answer:
 
     async def whole(self) -> Finished:
         """The finished answer. Raises what made the request fail."""
-        text = [event async for event in self.events(_LONGEST_RETRY) if isinstance(event, str)]
+        async for _ in self.events(_LONGEST_RETRY):
+            pass
         if self.started is None or self.done is None:
             raise EngineError("the engine ended the request without an answer")
-        return Finished("".join(text), self.started, self.done)
+        return Finished(self.text, self.started, self.done)
 
     def close(self) -> None:
         """Cancel the request if it is still running. What was computed stays cached."""
@@ -130,6 +140,7 @@ class Serving:
         self._empty = asyncio.Event()
         self._empty.set()
         self._draining = False
+        self._settling: asyncio.Task[None] | None = None
         self._seconds = 1.0
         """How long a request takes, as a running mean."""
 
@@ -148,7 +159,7 @@ class Serving:
         if self._waiting >= self._max_waiting:
             raise OverloadedError(self._waiting, self._retry_after())
 
-    async def submit(self, prepare: Callable[[], Request]) -> Answer:
+    async def submit(self, prepare: Callable[[], Prepared]) -> Answer:
         """Run ``prepare`` on another thread and hand what it returns to the engine.
 
         Raises what :meth:`admit` and ``prepare`` raise.
@@ -156,14 +167,14 @@ class Serving:
         self.admit()
         self._queue(+1)
         try:
-            request = await asyncio.to_thread(prepare)
+            prepared = await asyncio.to_thread(prepare)
         except BaseException:
             self._queue(-1)
             raise
-        answer = Answer(self, request)
-        self._answers[request.id] = answer
+        answer = Answer(self, prepared)
+        self._answers[answer.request.id] = answer
         self._empty.clear()
-        self.model.host.submit(request, answer.receive)
+        self.model.host.submit(answer.request, answer.receive)
         return answer
 
     def begin(self, answer: Answer) -> None:
@@ -185,6 +196,8 @@ class Serving:
         del self._answers[answer.request.id]
         if not self._answers:
             self._empty.set()
+            if answer.done is not None and answer.done.reason != "cancelled":
+                self._settle(answer)
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for ``answer`` any more."""
@@ -197,12 +210,44 @@ class Serving:
         After ``grace`` seconds what still runs is ended with an error.
         """
         self._draining = True
+        if self._settling is not None:
+            self._settling.cancel()
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except TimeoutError:
             for request_id in list(self._answers):
                 self.model.host.cancel(request_id)
             await self._empty.wait()
+
+    def _settle(self, answer: Answer) -> None:
+        """Prepare the next turn of ``answer``'s conversation, as nobody waits for anything.
+
+        Only the latest one: what the engine can't get to in idle time must not pile up.
+        """
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        if not self._draining:
+            self._settling = asyncio.create_task(self._next_turn(answer))
+
+    async def _next_turn(self, answer: Answer) -> None:
+        request = await asyncio.to_thread(answer.next_turn, answer.text)
+        if request is None:
+            return
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, Done | Failed):
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(over.set)
+
+        self.model.host.submit(request, listen)
+        try:
+            await over.wait()
+        except asyncio.CancelledError:
+            self.model.host.cancel(request.id)
+            raise
 
     def _queue(self, change: int) -> None:
         self._waiting += change

@@ -45,12 +45,45 @@ def render(
     continued = messages[-1].role == "assistant"
     if continued and "tool_calls" in messages[-1].fields:
         raise PromptError("the last message calls a tool: its result has to follow")
+    return _render(renderer, conversation, options, opened=not continued, continued=continued)
+
+
+def render_answered(
+    renderer: Renderer,
+    conversation: Conversation,
+    answer: str,
+    options: Mapping[str, Plain] | None = None,
+) -> Prompt:
+    """What the prompt of the next turn will begin with, once ``answer`` is given.
+
+    Raises what :func:`render` does.
+    """
+    conversation = _normal(conversation)
+    *before, last = conversation.messages
+    if last.role == "assistant":
+        last = replace(last, content=(*last.content, TextPart(answer)))
+        messages = (*before, last)
+    else:
+        messages = (*before, last, Message("assistant", (TextPart(answer),)))
+    answered = replace(conversation, messages=messages)
+    return _render(renderer, answered, options, opened=False, continued=False)
+
+
+def _render(
+    renderer: Renderer,
+    conversation: Conversation,
+    options: Mapping[str, Plain] | None,
+    *,
+    opened: bool,
+    continued: bool,
+) -> Prompt:
+    """The prompt in the first form that the template shows."""
     refused: TemplateError | None = None
     for form in _forms(conversation, renderer.shows_tools):
         try:
             prompt = renderer.render(
                 form,
-                add_generation_prompt=not continued,
+                add_generation_prompt=opened,
                 continue_final=continued,
                 options=options,
             )
