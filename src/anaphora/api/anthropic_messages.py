@@ -146,7 +146,7 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/messages", openapi_extra=takes(MessagesRequest))
     async def create_message(request: Request) -> Response:
         body, tenant, headers = await api.read(request, MessagesRequest)
-        answer = await api.submit(lambda: body.generation, tenant)
+        answer = await api.submit(request, lambda: body.generation, tenant)
         cut = answer.request.max_tokens < body.max_tokens
         head = {
             "id": f"msg_{answer.request.id}",

@@ -17,6 +17,9 @@ from anaphora.keys import LOCAL, Keys, Tenant
 
 B = TypeVar("B", bound=edge.Body)
 
+_QUICK = 16 << 10
+"""Bytes of a body up to which it takes a few milliseconds at most to make a prompt of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -77,12 +80,18 @@ class Endpoint:
             )
         return body, tenant, edge.ignored(body)
 
-    async def submit(self, generation: Callable[[], Generation], tenant: Tenant) -> Answer:
-        """Hand a request to the engine. ``generation`` is called on another thread."""
-        strict = self.options.strict_max_tokens
-        model = self.serving.model
+    async def submit(
+        self, request: Request, generation: Callable[[], Generation], tenant: Tenant
+    ) -> Answer:
+        """Hand a request to the engine; ``generation`` is called where that keeps nobody waiting.
+
+        Raises what :meth:`Serving.submit` does.
+        """
+        strict, model = self.options.strict_max_tokens, self.serving.model
+        length = request.headers.get("content-length", "")
         return await self.serving.submit(
-            lambda: prepare(model, generation(), tenant, strict=strict)
+            lambda: prepare(model, generation(), tenant, strict=strict),
+            quick=length.isdecimal() and int(length) <= _QUICK,
         )
 
     async def whole(self, request: Request, answer: Answer) -> Finished:

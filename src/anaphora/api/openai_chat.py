@@ -202,7 +202,7 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def create_chat_completion(request: Request) -> Response:
         body, tenant, headers = await api.read(request, ChatRequest)
-        answer = await api.submit(lambda: body.generation, tenant)
+        answer = await api.submit(request, lambda: body.generation, tenant)
         head = {
             "id": f"chatcmpl-{answer.request.id}",
             "object": "chat.completion",

@@ -63,7 +63,7 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         body, tenant, headers = await api.read(request, CompletionRequest)
-        answer = await api.submit(lambda: body.generation, tenant)
+        answer = await api.submit(request, lambda: body.generation, tenant)
         head = {
             "id": f"cmpl-{answer.request.id}",
             "object": "text_completion",

@@ -193,7 +193,7 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
     async def create_response(request: Request) -> Response:
         body, tenant, headers = await api.read(request, ResponsesRequest)
-        answer = await api.submit(lambda: body.generation, tenant)
+        answer = await api.submit(request, lambda: body.generation, tenant)
         head = {
             "id": f"resp_{answer.request.id}",
             "object": "response",

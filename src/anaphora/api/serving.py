@@ -15,6 +15,7 @@ from anaphora.errors import AnaphoraError, EngineError, OverloadedError, Shuttin
 from anaphora.model import Model
 
 _LONGEST_RETRY = 60
+_SETTLE_AFTER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +160,19 @@ class Serving:
         if self._waiting >= self._max_waiting:
             raise OverloadedError(self._waiting, self._retry_after())
 
-    async def submit(self, prepare: Callable[[], Prepared]) -> Answer:
-        """Run ``prepare`` on another thread and hand what it returns to the engine.
+    async def submit(self, prepare: Callable[[], Prepared], *, quick: bool) -> Answer:
+        """Hand what ``prepare`` returns to the engine.
+
+        It runs on another thread, unless it is ``quick``: then the way there and back would take
+        longer than the work.
 
         Raises what :meth:`admit` and ``prepare`` raise.
         """
         self.admit()
+        self._unsettle()
         self._queue(+1)
         try:
-            prepared = await asyncio.to_thread(prepare)
+            prepared = prepare() if quick else await asyncio.to_thread(prepare)
         except BaseException:
             self._queue(-1)
             raise
@@ -210,8 +215,7 @@ class Serving:
         After ``grace`` seconds what still runs is ended with an error.
         """
         self._draining = True
-        if self._settling is not None:
-            self._settling.cancel()
+        self._unsettle()
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except TimeoutError:
@@ -220,17 +224,22 @@ class Serving:
             await self._empty.wait()
 
     def _settle(self, answer: Answer) -> None:
-        """Prepare the next turn of ``answer``'s conversation, as nobody waits for anything.
+        """Prepare the next turn of ``answer``'s conversation, if nobody wants anything for a while.
 
-        Only the latest one: what the engine can't get to in idle time must not pile up.
+        The next request ends that: it may be the next turn already, and what the engine can't get
+        to in idle time must not pile up.
         """
-        if self._settling is not None:
-            self._settling.cancel()
-            self._settling = None
+        self._unsettle()
         if not self._draining:
             self._settling = asyncio.create_task(self._next_turn(answer))
 
+    def _unsettle(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+
     async def _next_turn(self, answer: Answer) -> None:
+        await asyncio.sleep(_SETTLE_AFTER)
         request = await asyncio.to_thread(answer.next_turn, answer.text)
         if request is None:
             return
