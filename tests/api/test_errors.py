@@ -176,13 +176,19 @@ def test_an_error_about_half_an_emoji_is_told(server: Server) -> None:
 
 
 def test_too_many_waiting_requests_are_refused_with_a_time(serve: Serve) -> None:
-    server = serve(max_waiting=0)
-    response = server.http().post(CHAT, json=HELLO)
-    assert assert_openai(response, 429)["code"] == "rate_limit_exceeded"
-    assert int(response.headers["retry-after"]) >= 1
-    response = server.http().post("/v1/messages", json=HELLO)
-    assert assert_anthropic(response, 529)["type"] == "overloaded_error"
-    assert int(response.headers["retry-after"]) >= 1
+    server = serve(max_waiting=0, parallel=1)
+    http = server.http()
+    assert http.post(CHAT, json=HELLO).status_code == 200
+    long = {**HELLO, "max_tokens": 8000, "stream": True, "logit_bias": {"260": -100, "262": -100}}
+    with http.stream("POST", CHAT, json=long) as running:
+        lines = running.iter_lines()  # dropping it would end the request
+        next(lines)
+        response = server.http().post(CHAT, json=HELLO)
+        assert assert_openai(response, 429)["code"] == "rate_limit_exceeded"
+        assert int(response.headers["retry-after"]) >= 1
+        response = server.http().post("/v1/messages", json=HELLO)
+        assert assert_anthropic(response, 529)["type"] == "overloaded_error"
+        assert int(response.headers["retry-after"]) >= 1
 
 
 def test_a_dead_engine_is_told_and_shows_in_health(serve: Serve) -> None:

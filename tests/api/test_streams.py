@@ -120,7 +120,7 @@ async def tasks() -> int:
 
 def test_leaving_right_after_the_start_keeps_the_prompt(serve: Serve) -> None:
     server = serve()
-    body = {"messages": LONG, "stream": True, "max_tokens": 5000}
+    body = {"messages": LONG, "stream": True, "max_tokens": 5000, "temperature": 0}
     with server.http().stream("POST", "/v1/messages", json=body) as response:
         events = data_lines(response)
         assert next(events)["type"] == "message_start"

@@ -129,13 +129,19 @@ class Answer:
 
 
 class Serving:
-    """Takes requests for one model, as many as may wait, and ends them in order."""
+    """Takes requests for one model and sees them through.
+
+    :param max_waiting: how many may wait beside those the engine works on.
+    """
 
     def __init__(self, model: Model, *, max_waiting: int = 256) -> None:
         self.model = model
         self.metrics = Metrics(model.info)
+        one_at_a_time = model.settings.exact or not model.info.caching
+        self._places = 1 if one_at_a_time else model.settings.parallel
         self._max_waiting = max_waiting
         self._waiting = 0
+        self._running = 0
         self._answers: dict[str, Answer] = {}
         """Everything that the engine has not ended yet."""
         self._empty = asyncio.Event()
@@ -157,7 +163,7 @@ class Serving:
         """
         if self._draining:
             raise ShuttingDownError("the server is stopping: try again later")
-        if self._waiting >= self._max_waiting:
+        if self._waiting + self._running >= self._places + self._max_waiting:
             raise OverloadedError(self._waiting, self._retry_after())
 
     async def submit(self, prepare: Callable[[], Prepared], *, quick: bool) -> Answer:
@@ -185,7 +191,7 @@ class Serving:
     def begin(self, answer: Answer) -> None:
         """The engine has begun with ``answer``."""
         self._queue(-1)
-        self.metrics.running.inc()
+        self._run(+1)
         if answer.started is not None:
             self.metrics.count_prompt(answer.started)
 
@@ -194,7 +200,7 @@ class Serving:
         if answer.started is None:
             self._queue(-1)
         else:
-            self.metrics.running.dec()
+            self._run(-1)
         if answer.done is not None:
             self.metrics.count_answer(answer.done)
             self._seconds += (answer.done.times.total - self._seconds) / 8
@@ -262,6 +268,11 @@ class Serving:
         self._waiting += change
         self.metrics.waiting.set(self._waiting)
 
+    def _run(self, change: int) -> None:
+        self._running += change
+        self.metrics.running.set(self._running)
+
     def _retry_after(self) -> int:
-        places = max(1, self.model.settings.parallel)
-        return min(max(1, math.ceil(self._seconds * self._waiting / places)), _LONGEST_RETRY)
+        """Seconds until those that wait now should have begun."""
+        seconds = math.ceil(self._seconds * self._waiting / self._places)
+        return min(max(1, seconds), _LONGEST_RETRY)
