@@ -75,3 +75,6 @@ def test_the_document_describes_every_route(server: Server) -> None:
     references = set(re.findall(r'"#/components/schemas/(\w+)"', response.text))
     assert references <= set(document["components"]["schemas"])
     assert {"/v1/models", "/health", "/metrics"} <= set(document["paths"])
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert all("default" in operation["responses"] for operation in operations)
+    assert not any("422" in operation["responses"] for operation in operations)

@@ -41,6 +41,11 @@ _BODIES: tuple[type[Body], ...] = (
 )
 _PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic_messages, models)
 
+_ANY_ERROR: dict[str, Any] = {
+    "description": "An error, in the shape of the protocol that was spoken.",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+
 
 def create_app(
     serving: Serving,
@@ -60,7 +65,7 @@ def create_app(
     errors.install(app)
     app.add_middleware(Gate, serving=serving, options=options)
     for module in _PROTOCOLS:
-        app.include_router(module.router(api))
+        app.include_router(module.router(api), responses={"default": _ANY_ERROR})
     return app
 
 

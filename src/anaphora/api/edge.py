@@ -15,9 +15,9 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from anaphora.api.errors import ApiError
@@ -40,6 +40,16 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+
+
+def _no_number(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError("use false")
+    return value
+
+
+Off = Annotated[Literal[False] | None, BeforeValidator(_no_number)]
+"""A switch that can't be on yet. (A plain literal would take 0, which equals it.)"""
 
 
 async def read(request: Request, kind: type[B], limit: int) -> B:

@@ -111,6 +111,12 @@ def computed(done: Done) -> dict[str, str]:
 
 
 def takes(kind: type[edge.Body]) -> dict[str, Any]:
-    """For the OpenAPI document: that a route takes a body of ``kind``."""
+    """For the OpenAPI document: that a route takes a body of ``kind``, and may stream."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    extra: dict[str, Any] = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+    }
+    if "stream" in kind.model_fields:
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        extra["responses"] = {"200": {"content": events}}
+    return extra

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from anaphora.api.endpoint import Endpoint
 from anaphora.api.errors import ApiError
@@ -45,7 +45,7 @@ def router(api: Endpoint) -> APIRouter:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable"}, 503)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Sums over all tenants, for Prometheus. Needs a key where there are keys."""
         api.tenant(request)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
-from anaphora.api.edge import Body
+from anaphora.api.edge import Body, Off
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, as_api_error, openai_body
 from anaphora.api.generation import Generation, call, tool
@@ -158,7 +158,7 @@ class ChatRequest(SamplingBody):
     functions: None = None
     function_call: Literal["auto", "none"] | None = None
     response_format: ResponseFormat | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: Off = None
     top_logprobs: Literal[0] | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
-from pydantic import field_validator
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
+from anaphora.api.edge import Off
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import as_api_error, openai_body
 from anaphora.api.generation import Generation
@@ -25,25 +26,33 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's own."""
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_OneText = Annotated[list[_Text], Field(min_length=1, max_length=1)]
+_OneIds = Annotated[list[_Ids], Field(min_length=1, max_length=1)]
+
+
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError("several prompts in one request are not supported: send one")
+        value = value[0]
+    numbers = isinstance(value, list) and all(type(item) is int for item in value)
+    if not value or not (isinstance(value, str) or numbers):
+        raise ValueError("the prompt must be a text or a list of token ids, and not empty")
+    return value
+
+
 class CompletionRequest(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        str | list[int],
+        BeforeValidator(_one_prompt, json_schema_input_type=_Text | _Ids | _OneText | _OneIds),
+    ]
     """Text, which never becomes a control token, or token ids; a list of one of them."""
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: Off = None
     logprobs: None = None
     suffix: Literal[""] | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        if isinstance(value, list) and value and isinstance(value[0], str | list):
-            if len(value) > 1:
-                raise ValueError("several prompts in one request are not supported: send one")
-            value = value[0]
-        numbers = isinstance(value, list) and all(type(item) is int for item in value)
-        if not (isinstance(value, str) or numbers):
-            raise ValueError("the prompt must be a text or a list of token ids")
-        return value
 
     @property
     def generation(self) -> Generation:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
-from anaphora.api.edge import Body
+from anaphora.api.edge import Body, Off
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, as_api_error
 from anaphora.api.generation import Generation, call, tool
@@ -141,7 +141,7 @@ class ResponsesRequest(Body):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    background: Literal[False] | None = None
+    background: Off = None
     conversation: None = None
     prompt: None = None
     previous_response_id: str | None = None
