@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +123,22 @@ def test_a_restart_reads_from_disk(load: Load) -> None:
     assert warm.usage.found.disk == cold.usage.prompt_tokens - 1
     assert warm.usage.read_tokens == cold.usage.prompt_tokens
     assert warm.text == cold.text
+
+
+def test_a_program_that_just_ends_keeps_what_it_computed(
+    load: Load, tiny_llama: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from anaphora import Model\n"
+        "model = Model.load(sys.argv[1], cache_dir=sys.argv[2])\n"
+        "print(model.generate(sys.argv[3], max_tokens=2).usage.prompt_tokens)\n"
+    )
+    command = [sys.executable, "-c", program, tiny_llama, tmp_path / "cache", DOCUMENT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    warm = load().generate(DOCUMENT, max_tokens=2)
+    assert warm.usage.read_tokens == int(ended.stdout)
+    assert warm.usage.found.disk == warm.usage.prompt_tokens - 1
 
 
 def test_several_threads_share_one_model(load: Load) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -35,6 +36,7 @@ class EngineHost:
         if isinstance(engine, BaseException):
             self._thread.join()
             raise engine
+        atexit.register(self.close)  # a program that just ends keeps what it computed, too
         self.info: EngineInfo = engine.info
         self.vocabulary: Vocabulary = engine.vocabulary
 
@@ -53,6 +55,7 @@ class EngineHost:
 
     def close(self) -> None:
         """Cancel what runs, store what is not stored yet, and end the thread."""
+        atexit.unregister(self.close)
         self._inbox.put(None)
         self._thread.join()
 
