@@ -17,6 +17,7 @@ from anaphora.errors import (
     EngineError,
     PromptError,
     PromptTooLongError,
+    SettingsError,
     TemplateError,
 )
 from anaphora.prompt.conversation import Message
@@ -133,7 +134,7 @@ def test_a_program_that_just_ends_keeps_what_it_computed(
         "model = Model.load(sys.argv[1], cache_dir=sys.argv[2])\n"
         "print(model.generate(sys.argv[3], max_tokens=2).usage.prompt_tokens)\n"
     )
-    command = [sys.executable, "-c", program, tiny_llama, tmp_path / "cache", DOCUMENT]
+    command = [sys.executable, "-c", program, str(tiny_llama), str(tmp_path / "cache"), DOCUMENT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     warm = load().generate(DOCUMENT, max_tokens=2)
@@ -217,6 +218,25 @@ class TestBadInput:
         file.write_text("")
         with pytest.raises(CacheDirectoryError, match="--cache-dir"):
             load(cache_dir=file / "cache")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"block_size": 100},
+            {"parallel": 0},
+            {"context_size": 3},
+            {"reserve_tokens": 0},
+            {"threads": 0},
+            {"flash_attn": "maybe"},
+            {"memory_budget": -1},
+            {"chat_template": "template.jinja"},
+        ],
+        ids=str,
+    )
+    def test_settings_that_cannot_work(self, load: Load, settings: dict[str, object]) -> None:
+        with pytest.raises(SettingsError, match="use") as caught:
+            load(**settings)
+        assert "\n" not in str(caught.value)
 
     def test_a_closed_model_says_so(self, load: Load) -> None:
         model = load()

@@ -270,6 +270,7 @@ class TestKeys:
             {"llama": {"n_ubatch": 128}},
             {"memory_budget": 32 << 20},
             {"reserve_tokens": 64},
+            {"disk_budget": 64 << 20},
         ],
         ids=str,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from llama_cpp import llama_cpp as lib
 
-from anaphora.cache.disk import DiskTier
+from anaphora.cache.disk import DiskTier, namespace_name
 from anaphora.cache.keys import root_key
 from anaphora.cache.store import PrefixCache
 from anaphora.clock import Clock, SystemClock
@@ -231,7 +231,7 @@ def _open_cache(
                 folder,
                 root,
                 found,
-                _disk_budget(settings, folder),
+                _disk_budget(settings, folder, root),
                 clock,
                 model.name,
             )
@@ -252,8 +252,11 @@ def _open_cache(
     return cache, problem
 
 
-def _disk_budget(settings: Settings, folder: Path) -> int:
+def _disk_budget(settings: Settings, folder: Path, root: bytes) -> int:
+    """Bytes for this namespace; what it holds already counts as free, or it would shrink."""
     if settings.disk_budget is not None:
         return settings.disk_budget
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return min(shutil.disk_usage(existing).free // 2, 64 << 30)
+    files = (folder / namespace_name(root) / "blocks").glob("*/*")
+    held = sum(file.lstat().st_size for file in files)
+    return min((shutil.disk_usage(existing).free + held) // 2, 64 << 30)
