@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from anaphora import GREEDY, CacheHints, Chat, Model, Sampling, Segment
@@ -21,6 +23,7 @@ from anaphora.errors import (
     TemplateError,
 )
 from anaphora.prompt.conversation import Message
+from tests.conftest import TinyModel
 
 Load = Callable[..., Model]
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
@@ -81,6 +84,53 @@ def test_leaving_a_stream_early_cancels_it_and_keeps_what_was_computed(load: Loa
         _ = stream.reply
 
 
+def test_a_loop_left_early_cancels_at_once(load: Load) -> None:
+    model = load()
+    ends = dict.fromkeys(model.vocabulary.end_of_generation, -1e9)
+    stream = model.stream(DOCUMENT, max_tokens=5000, sampling=Sampling(logit_bias=ends))
+    gc.disable()
+    try:
+        for _ in stream:
+            break
+        with pytest.raises(EngineError, match="cancelled"):
+            _ = stream.reply
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_failed_says_why_every_time(load: Load) -> None:
+    stream = load(context_size=256).stream(DOCUMENT)
+    for _ in range(2):
+        with pytest.raises(PromptTooLongError):
+            _ = stream.started
+        with pytest.raises(PromptTooLongError):
+            _ = stream.reply
+
+
+def test_an_interrupt_while_waiting_cancels(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = load().stream(DOCUMENT, max_tokens=5000)
+
+    class Interrupted:
+        def get(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream, "_events", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        _ = stream.started
+    assert list(stream) == []
+
+
+def test_a_turn_that_was_cut_off_is_not_remembered(load: Load) -> None:
+    model = load()
+    ends = dict.fromkeys(model.vocabulary.end_of_generation, -1e9)
+    chat = model.chat(DOCUMENT, max_tokens=5000, sampling=Sampling(logit_bias=ends))
+    stream = chat.stream("What time is it?")
+    assert stream.started.prompt_tokens
+    model.close()
+    assert stream.reply.finish_reason == "cancelled"
+    assert [message.role for message in chat.messages] == ["system"]
+
+
 def test_a_chat_reads_everything_but_the_new_lines(load: Load) -> None:
     model = load()
     chat = model.chat("Answer from this text. " + DOCUMENT, max_tokens=30)
@@ -114,6 +164,12 @@ def wait_until_settled(model: Model, chat: Chat) -> None:
     request = Request("probe", prompt.tokens, 0, background=True)
     model._host.submit(request, lambda event: done.set() if isinstance(event, Done) else None)
     assert done.wait(30)
+
+
+def test_without_a_cache_there_is_nothing_to_settle(tiny_model: TinyModel) -> None:
+    with Model.load(tiny_model("mamba"), cache_dir=None, context_size=2048) as model:
+        model.chat(DOCUMENT, max_tokens=5).send("What time is it?")
+        assert not model._host._listeners
 
 
 def test_a_restart_reads_from_disk(load: Load) -> None:
@@ -192,6 +248,9 @@ class TestBadInput:
             model.generate("")
         with pytest.raises(PromptError):
             model.generate([10**6])
+        for prompt in ([2**40], [1.5], [[1], [1, 2]], ["one"], np.array([2**32])):
+            with pytest.raises(PromptError):
+                model.generate(prompt)  # type: ignore[arg-type]
         with pytest.raises(PromptError, match="role"):
             model.render([{"content": "no role"}])
         assert model.generate("still fine", max_tokens=3).usage.generated_tokens > 0

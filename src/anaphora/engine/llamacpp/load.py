@@ -14,12 +14,12 @@ from anaphora.cache.keys import root_key
 from anaphora.cache.store import PrefixCache
 from anaphora.clock import Clock, SystemClock
 from anaphora.engine.llamacpp import ggml, logs
-from anaphora.engine.llamacpp.context import LlamaContext
+from anaphora.engine.llamacpp.context import GRID, LlamaContext
 from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.model import LlamaModel
 from anaphora.engine.llamacpp.params import KV_TYPES, Params, build, rope_identity
 from anaphora.engine.protocol import Emit, EngineInfo
-from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError
+from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError, SettingsError
 from anaphora.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ def load_engine(
     logs.route()
     lib.llama_backend_init()
     params = build(settings)
+    micro = int(params.context.n_ubatch)
+    if settings.exact and micro % GRID and GRID % micro:
+        raise SettingsError(f"n_ubatch is {micro}: exact needs a multiple of {GRID}")
     model = LlamaModel(path, params, settings.adapters)
     try:
         if not model.decodes:
