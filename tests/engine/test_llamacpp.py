@@ -621,6 +621,24 @@ class TestBackground:
         driver.wait(answer)
         assert answer.tokens == expected
 
+    def test_an_engine_that_is_never_idle_writes_a_little_after_each_request(
+        self, open_driver: Open, tokens: Tokens, tmp_path: Path
+    ) -> None:
+        driver = open_driver(parallel=1)
+        results = [driver.submit(tokens[700 * i : 700 * i + 700], 4) for i in range(4)]
+        driver.wait(*results)
+        files = list((tmp_path / "cache").glob("*/blocks/*/*"))
+        assert 1 <= len(files) <= 3
+
+    def test_background_requests_do_not_pile_up(self, open_driver: Open, tokens: Tokens) -> None:
+        driver = open_driver()
+        front = driver.submit(tokens[:500], 30)
+        settles = [driver.submit(tokens[i : i + 9], 0, background=True) for i in range(100)]
+        assert [s.ended for s in settles] == [True] * 36 + [False] * 64
+        driver.wait(front)
+        driver.idle()
+        assert {s.done.reason for s in settles[36:]} == {"length"}
+
     def test_everything_is_on_disk_soon_after_the_engine_falls_idle(
         self, open_driver: Open, tokens: Tokens, tmp_path: Path
     ) -> None:

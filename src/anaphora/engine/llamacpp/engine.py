@@ -57,6 +57,8 @@ _GROWTH = 256
 _WRITE_AFTER_IDLE = 1.0
 _WRITE_SLICE = 0.02
 _RETRY_WRITES = 30.0
+_MOST_BACKGROUND = 64
+"""Background requests that may wait; older ones are the least likely to be of use still."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +151,8 @@ class LlamaEngine:
         self._idle_since: float | None = None
         self._at_rest = False
         """Nothing has changed since everything was written."""
+        self._finished = False
+        """A request has ended since something was last written."""
         self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
         """What idle time has yet to export; ``None``: to be looked up."""
 
@@ -182,7 +186,12 @@ class LlamaEngine:
         self._order += 1
         job = _Job(request, TextStream(request.sampling.stop), time.perf_counter(), self._order)
         job.target = request.tokens
-        (self._background if request.background else self._waiting).append(job)
+        if request.background:
+            self._background.append(job)
+            if len(self._background) > _MOST_BACKGROUND:
+                self._finish(self._background.popleft(), "cancelled")
+        else:
+            self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
         for queue in (self._waiting, self._background):
@@ -222,6 +231,11 @@ class LlamaEngine:
             return self._idle()
         self._idle_since = self._unsaved = None
         self._advance(foreground)
+        if self._finished and (self._active or self._waiting):
+            # An engine that is never idle writes a little after each request, what was used
+            # a second time first, so that not everything hangs on its next pause.
+            self._cache.maintain(0.0)
+        self._finished = False
         return 0.0
 
     def _advance(self, jobs: list[_Job]) -> None:
@@ -586,6 +600,7 @@ class LlamaEngine:
             self._retire(job, live)
         if job.sampler is not None:
             job.sampler.close()
+        self._finished = True
         now = time.perf_counter()
         self._emit(
             Done(
