@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from anaphora import GREEDY, CacheHints, Chat, Model, Sampling, Segment
@@ -15,9 +19,11 @@ from anaphora.errors import (
     EngineError,
     PromptError,
     PromptTooLongError,
+    SettingsError,
     TemplateError,
 )
 from anaphora.prompt.conversation import Message
+from tests.conftest import TinyModel
 
 Load = Callable[..., Model]
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
@@ -78,6 +84,53 @@ def test_leaving_a_stream_early_cancels_it_and_keeps_what_was_computed(load: Loa
         _ = stream.reply
 
 
+def test_a_loop_left_early_cancels_at_once(load: Load) -> None:
+    model = load()
+    ends = dict.fromkeys(model.vocabulary.end_of_generation, -1e9)
+    stream = model.stream(DOCUMENT, max_tokens=5000, sampling=Sampling(logit_bias=ends))
+    gc.disable()
+    try:
+        for _ in stream:
+            break
+        with pytest.raises(EngineError, match="cancelled"):
+            _ = stream.reply
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_failed_says_why_every_time(load: Load) -> None:
+    stream = load(context_size=256).stream(DOCUMENT)
+    for _ in range(2):
+        with pytest.raises(PromptTooLongError):
+            _ = stream.started
+        with pytest.raises(PromptTooLongError):
+            _ = stream.reply
+
+
+def test_an_interrupt_while_waiting_cancels(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = load().stream(DOCUMENT, max_tokens=5000)
+
+    class Interrupted:
+        def get(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream, "_events", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        _ = stream.started
+    assert list(stream) == []
+
+
+def test_a_turn_that_was_cut_off_is_not_remembered(load: Load) -> None:
+    model = load()
+    ends = dict.fromkeys(model.vocabulary.end_of_generation, -1e9)
+    chat = model.chat(DOCUMENT, max_tokens=5000, sampling=Sampling(logit_bias=ends))
+    stream = chat.stream("What time is it?")
+    assert stream.started.prompt_tokens
+    model.close()
+    assert stream.reply.finish_reason == "cancelled"
+    assert [message.role for message in chat.messages] == ["system"]
+
+
 def test_a_chat_reads_everything_but_the_new_lines(load: Load) -> None:
     model = load()
     chat = model.chat("Answer from this text. " + DOCUMENT, max_tokens=30)
@@ -113,6 +166,12 @@ def wait_until_settled(model: Model, chat: Chat) -> None:
     assert done.wait(30)
 
 
+def test_without_a_cache_there_is_nothing_to_settle(tiny_model: TinyModel) -> None:
+    with Model.load(tiny_model("mamba"), cache_dir=None, context_size=2048) as model:
+        model.chat(DOCUMENT, max_tokens=5).send("What time is it?")
+        assert not model._host._listeners
+
+
 def test_a_restart_reads_from_disk(load: Load) -> None:
     first = load()
     cold = first.generate(DOCUMENT, max_tokens=8, sampling=GREEDY)
@@ -121,6 +180,22 @@ def test_a_restart_reads_from_disk(load: Load) -> None:
     assert warm.usage.found.disk == cold.usage.prompt_tokens - 1
     assert warm.usage.read_tokens == cold.usage.prompt_tokens
     assert warm.text == cold.text
+
+
+def test_a_program_that_just_ends_keeps_what_it_computed(
+    load: Load, tiny_llama: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from anaphora import Model\n"
+        "model = Model.load(sys.argv[1], cache_dir=sys.argv[2])\n"
+        "print(model.generate(sys.argv[3], max_tokens=2).usage.prompt_tokens)\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny_llama), str(tmp_path / "cache"), DOCUMENT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    warm = load().generate(DOCUMENT, max_tokens=2)
+    assert warm.usage.read_tokens == int(ended.stdout)
+    assert warm.usage.found.disk == warm.usage.prompt_tokens - 1
 
 
 def test_several_threads_share_one_model(load: Load) -> None:
@@ -173,6 +248,9 @@ class TestBadInput:
             model.generate("")
         with pytest.raises(PromptError):
             model.generate([10**6])
+        for prompt in ([2**40], [1.5], [[1], [1, 2]], ["one"], np.array([2**32])):
+            with pytest.raises(PromptError):
+                model.generate(prompt)  # type: ignore[arg-type]
         with pytest.raises(PromptError, match="role"):
             model.render([{"content": "no role"}])
         assert model.generate("still fine", max_tokens=3).usage.generated_tokens > 0
@@ -199,6 +277,25 @@ class TestBadInput:
         file.write_text("")
         with pytest.raises(CacheDirectoryError, match="--cache-dir"):
             load(cache_dir=file / "cache")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"block_size": 100},
+            {"parallel": 0},
+            {"context_size": 3},
+            {"reserve_tokens": 0},
+            {"threads": 0},
+            {"flash_attn": "maybe"},
+            {"memory_budget": -1},
+            {"chat_template": "template.jinja"},
+        ],
+        ids=str,
+    )
+    def test_settings_that_cannot_work(self, load: Load, settings: dict[str, object]) -> None:
+        with pytest.raises(SettingsError, match="use") as caught:
+            load(**settings)
+        assert "\n" not in str(caught.value)
 
     def test_a_closed_model_says_so(self, load: Load) -> None:
         model = load()

@@ -36,7 +36,7 @@ from anaphora.engine.protocol import (
     Started,
     Times,
 )
-from anaphora.errors import EngineError, TemplateError
+from anaphora.errors import AnaphoraError, EngineError, PromptError, TemplateError
 from anaphora.prompt.conversation import Conversation, Message
 from anaphora.prompt.template import read_template
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
@@ -95,11 +95,18 @@ class Stream:
         self._tokens: list[int] = []
         self._reply: Reply | None = None
         self._ended = False
-        self._pieces = self._read()
+        self._error: AnaphoraError = EngineError("the request was cancelled")
+        """Why there is no reply, once the stream has ended without one."""
         host.submit(request, self._events.put)
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        try:
+            while not self._ended:
+                text = self._next()
+                if text:
+                    yield text
+        finally:
+            self.close()
 
     @property
     def started(self) -> Started:
@@ -109,17 +116,17 @@ class Stream:
         """
         while self._started is None:
             if self._ended:
-                raise EngineError("the request was cancelled before it started")
-            self._handle(self._events.get())
+                raise self._error
+            self._next()
         return self._started
 
     @property
     def reply(self) -> Reply:
         """The whole answer; reads what is left of the stream first."""
-        for _ in self._pieces:
+        for _ in self:
             pass
         if self._reply is None:
-            raise EngineError("the request was cancelled before it was finished")
+            raise self._error
         return self._reply
 
     def close(self) -> None:
@@ -128,16 +135,13 @@ class Stream:
             self._ended = True
             self._host.cancel(self._id)
 
-    def _read(self) -> Iterator[str]:
+    def _next(self) -> str:
+        """Wait for the next event; returns its text."""
         try:
-            while not self._ended:
-                text = self._handle(self._events.get())
-                if text:
-                    yield text
-        finally:
+            event = self._events.get()
+        except BaseException:  # KeyboardInterrupt: nobody waits for the answer any more
             self.close()
-
-    def _handle(self, event: Event) -> str:
+            raise
         match event:
             case Started():
                 self._started = event
@@ -148,10 +152,10 @@ class Stream:
             case Done():
                 self._ended = True
                 self._reply = self._finished(event)
-                if self._on_reply is not None:
+                if self._on_reply is not None and event.reason != "cancelled":
                     self._on_reply(self._reply)
             case Failed():
-                self._ended = True
+                self._ended, self._error = True, event.error
                 raise event.error
         return ""
 
@@ -236,7 +240,13 @@ class Model:
         """Tokens of a raw prompt, shape (n,). Text never becomes a control token."""
         if isinstance(prompt, str):
             return encode_text(self.vocabulary, prompt)
-        return np.asarray(prompt, dtype=np.int32)
+        try:
+            tokens = np.asarray(prompt).astype(np.int32)
+            if np.array_equal(tokens, prompt):
+                return tokens
+        except (OverflowError, TypeError, ValueError):
+            pass
+        raise PromptError("the prompt is neither a text nor a plain list of token ids")
 
     def render(
         self, messages: Iterable[MessageLike], *, add_generation_prompt: bool = True
@@ -298,6 +308,8 @@ class Model:
         rewrite parts of an answer), and what the cache doesn't have of it is computed while the
         engine has nothing else to do.
         """
+        if not self.info.caching:
+            return
         try:
             prompt = self.render(messages, add_generation_prompt=False)
         except TemplateError:

@@ -33,7 +33,9 @@ class Settings:
     tier it has room for 8 blocks at least, which pass through it.
     """
     disk_budget: int | None = None
-    """Bytes of the disk tier, for this model. Default: half of the free space, at most 64 GiB."""
+    """Bytes of the disk tier, for this model. Default: half of the space that is free or its
+    own already, at most 64 GiB.
+    """
     block_size: int = 256
     """Tokens per cached block; a multiple of 64."""
     exact: bool = False
@@ -72,6 +74,10 @@ class Settings:
             raise SettingsError(f"threads is {self.threads}: use 1 or more")
         if self.flash_attn not in ("auto", "on", "off"):
             raise SettingsError(f"flash_attn is {self.flash_attn!r}: use auto, on or off")
+        for name in ("cache_dir", "chat_template"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Path):
+                raise SettingsError(f"{name} is {value!r}: use a pathlib.Path")
         for name in ("memory_budget", "disk_budget"):
             budget = getattr(self, name)
             if budget is not None and budget < 0:

@@ -11,7 +11,15 @@ import pytest
 from anaphora.cache.keys import Segment, Tokens
 from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.load import load_engine
-from anaphora.engine.protocol import CacheHints, Done, Failed, Generated, Sampling, Started
+from anaphora.engine.protocol import (
+    CacheHints,
+    Done,
+    Failed,
+    Generated,
+    Request,
+    Sampling,
+    Started,
+)
 from anaphora.errors import (
     ContextMemoryError,
     ModelFileError,
@@ -136,6 +144,13 @@ class TestHits:
         stored = driver.run(tokens[:600], cache=CacheHints((trunk, Segment("c", b"3"))))
         assert stored.found.memory == 300
 
+    @pytest.mark.parametrize(
+        "ends", [(), (5,), (5, 3, None), (5, 5, None), (None, None), (0, None)]
+    )
+    def test_segments_out_of_order_are_refused(self, ends: tuple[int | None, ...]) -> None:
+        with pytest.raises(SettingsError, match="order"):
+            CacheHints(tuple(Segment(end=end) for end in ends))
+
     def test_without_reading_everything_is_computed_and_without_writing_nothing_stays(
         self, open_driver: Open, tokens: Tokens
     ) -> None:
@@ -226,6 +241,47 @@ class TestExact:
         cold = open_driver(exact=True, cache_dir=None).run(prompt, want_logits=True)
         assert np.array_equal(hit.logits, cold.logits)
 
+    @pytest.mark.parametrize("flash_attn", ["off", "on"])
+    def test_a_live_prefix_and_the_rest_of_a_stored_block_are_combined(
+        self, open_driver: Open, tokens: Tokens, flash_attn: str
+    ) -> None:
+        driver = open_driver(exact=True, flash_attn=flash_attn)
+        driver.run(tokens[:700], 0)
+        driver.run(tokens[:100], 0)
+        hit = driver.run(tokens[:700], want_logits=True)
+        assert hit.found.total == 640
+        cold = open_driver(exact=True, flash_attn=flash_attn, cache_dir=None)
+        assert np.array_equal(hit.logits, cold.run(tokens[:700], want_logits=True).logits)
+
+    @pytest.mark.parametrize("flash_attn", ["off", "on"])
+    @pytest.mark.parametrize("first", [300, 310])
+    def test_tokens_computed_off_the_grid_at_a_segments_end_are_not_passed_on(
+        self, open_driver: Open, tokens: Tokens, first: int, flash_attn: str
+    ) -> None:
+        hints = CacheHints((Segment("house", b"h", 300), Segment("a", b"1")))
+        driver = open_driver(exact=True, flash_attn=flash_attn)
+        for length in (first, 600, 700):
+            hit = driver.run(tokens[:length], 0, cache=hints, want_logits=True)
+            driver.idle()
+            engine_of(driver).release_idle()
+        assert hit.found.memory == 576
+        cold = open_driver(exact=True, flash_attn=flash_attn, cache_dir=None)
+        expected = cold.run(tokens[:700], 0, cache=hints, want_logits=True)
+        assert np.array_equal(hit.logits, expected.logits)
+
+    def test_an_interrupted_answer_leaves_no_decoded_kv_behind(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(exact=True)
+        answer = driver.submit(tokens[:500], 100, background=True)
+        while len(answer.tokens) < 80:
+            driver.engine.step()
+        hit = driver.run([*tokens[:500], *answer.tokens], want_logits=True)
+        assert (hit.found.live, hit.found.decoded) == (448, 0)
+        cold = open_driver(exact=True, cache_dir=None)
+        expected = cold.run([*tokens[:500], *answer.tokens[:80]], want_logits=True)
+        assert np.array_equal(hit.logits, expected.logits)
+
     def test_exact_blocks_and_others_do_not_mix(self, open_driver: Open, tokens: Tokens) -> None:
         plain = open_driver()
         plain.run(tokens[:600])
@@ -270,6 +326,7 @@ class TestKeys:
             {"llama": {"n_ubatch": 128}},
             {"memory_budget": 32 << 20},
             {"reserve_tokens": 64},
+            {"disk_budget": 64 << 20},
         ],
         ids=str,
     )
@@ -368,12 +425,25 @@ class TestSampling:
             {"top_k": -1},
             {"repeat_penalty": 0.0},
             {"logit_bias": {1: float("inf")}},
+            {"logit_bias": {1: float("nan")}},
+            {"logit_bias": {1: 1e300}},
+            {"logit_bias": {"1": 1.0}},
+            {"top_k": 2.5},
+            {"seed": 1.5},
+            {"penalty_window": 1.5},
+            {"stop": "one"},
+            {"stop": (1,)},
         ],
         ids=str,
     )
     def test_values_out_of_range_are_refused(self, values: dict[str, object]) -> None:
         with pytest.raises(SettingsError, match="use"):
             Sampling(**values)  # type: ignore[arg-type]
+
+    def test_the_lowest_temperature_is_greedy(self, open_driver: Open, tokens: Tokens) -> None:
+        driver = open_driver()
+        cold = Sampling(temperature=1e-40)
+        assert driver.run(tokens[:100], sampling=cold).tokens == driver.run(tokens[:100]).tokens
 
     def test_a_stop_text_that_spans_tokens_ends_the_answer_and_is_not_part_of_it(
         self, open_driver: Open, tokens: Tokens
@@ -428,6 +498,27 @@ class TestManyAtOnce:
         assert not slow.ended
         driver.wait(slow)
 
+    def test_nobody_waits_for_a_prefill_that_may_not_be_shared(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(llama={"n_ubatch": 64, "n_batch": 64})
+        secret = driver.submit(tokens[:2000], cache=CacheHints(write=False))
+        driver.engine.step()
+        other = driver.submit(tokens[:2000])
+        driver.engine.step()
+        assert other.of(Started)
+        driver.wait(secret, other)
+
+    def test_more_requests_at_once_than_a_batch_has_tokens(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(parallel=6, llama={"n_batch": 2, "n_ubatch": 1})
+        results = [driver.submit(tokens[20 * i : 20 * i + 20], 5) for i in range(6)]
+        driver.wait(*results)
+        assert [result.tokens for result in results] == [
+            open_driver(cache_dir=None).run(result.request.tokens, 5).tokens for result in results
+        ]
+
     @pytest.mark.parametrize("memory_budget", [64 << 20, 0])
     def test_requests_that_outgrow_the_cells_are_parked_and_go_on(
         self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, memory_budget: int
@@ -448,6 +539,15 @@ class TestManyAtOnce:
         assert all(len(r.of(Started)) == 1 for r in results)
         recomputed = sum(r.done.computed_tokens for r in results) - 900
         assert (recomputed > 0) == (memory_budget == 0)
+
+    def test_nobody_is_parked_while_there_are_cells(
+        self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("anaphora.engine.llamacpp.load._fit", lambda *_: (600, 600))
+        tight = open_driver(cache_dir=None, memory_budget=0, parallel=2, reserve_tokens=1)
+        results = [tight.submit(tokens[i * 250 : i * 250 + 250], 40) for i in range(2)]
+        tight.wait(*results)
+        assert [r.done.computed_tokens for r in results] == [250, 250]
 
 
 class TestCancelling:
@@ -508,6 +608,37 @@ class TestBackground:
         assert settle.done.reason == "length"
         assert driver.run(tokens[:1500]).found.total == 1499
 
+    def test_an_interrupted_answer_goes_on_where_it_stopped(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(parallel=1)
+        expected = open_driver(cache_dir=None).run(tokens[:300], 40).tokens
+        answer = driver.submit(tokens[:300], 40, background=True)
+        for interruption in range(3):
+            while len(answer.tokens) < 8 * (interruption + 1):
+                driver.engine.step()
+            driver.run(tokens[1000 + 100 * interruption :][:100], 2)
+        driver.wait(answer)
+        assert answer.tokens == expected
+
+    def test_an_engine_that_is_never_idle_writes_a_little_after_each_request(
+        self, open_driver: Open, tokens: Tokens, tmp_path: Path
+    ) -> None:
+        driver = open_driver(parallel=1)
+        results = [driver.submit(tokens[700 * i : 700 * i + 700], 4) for i in range(4)]
+        driver.wait(*results)
+        files = list((tmp_path / "cache").glob("*/blocks/*/*"))
+        assert 1 <= len(files) <= 3
+
+    def test_background_requests_do_not_pile_up(self, open_driver: Open, tokens: Tokens) -> None:
+        driver = open_driver()
+        front = driver.submit(tokens[:500], 30)
+        settles = [driver.submit(tokens[i : i + 9], 0, background=True) for i in range(100)]
+        assert [s.ended for s in settles] == [True] * 36 + [False] * 64
+        driver.wait(front)
+        driver.idle()
+        assert {s.done.reason for s in settles[36:]} == {"length"}
+
     def test_everything_is_on_disk_soon_after_the_engine_falls_idle(
         self, open_driver: Open, tokens: Tokens, tmp_path: Path
     ) -> None:
@@ -536,12 +667,33 @@ class TestOtherKinds:
         assert second.found.total == 0
         assert second.started.read_tokens == 0
 
+    @pytest.mark.parametrize("kind", ["gemma3", "mamba", "jamba"])
+    def test_their_answers_may_be_longer_than_what_was_set_aside(
+        self, open_driver: Open, tiny_model: TinyModel, tokens: Tokens, kind: str
+    ) -> None:
+        driver = open_driver(path=tiny_model(kind), kv_type="f16", reserve_tokens=8)
+        ends = dict.fromkeys(driver.engine.vocabulary.end_of_generation, -1e9)
+        endless = Sampling(temperature=0.0, logit_bias=ends)
+        assert driver.run(tokens[:50], 60, sampling=endless).done.generated_tokens == 60
+
     def test_experts_with_plain_attention_are_cached(
         self, open_driver: Open, tiny_model: TinyModel, tokens: Tokens
     ) -> None:
         driver = open_driver(path=tiny_model("qwen3moe"))
         cold = driver.run(tokens[:900], 12)
         assert driver.run(tokens[:900], 12).tokens == cold.tokens
+
+    def test_the_first_token_after_a_restart_uses_as_many_experts_as_any(
+        self, open_driver: Open, tiny_model: TinyModel, tokens: Tokens
+    ) -> None:
+        path = tiny_model("qwen3moe", f32=True)
+        first = open_driver(path=path)
+        cold = first.run(tokens[:45], 12, want_logits=True)
+        first.close()
+        hit = open_driver(path=path).run(tokens[:45], 12, want_logits=True)
+        assert hit.found.disk == 44
+        assert np.abs(hit.logits - cold.logits).max() < 1e-4
+        assert hit.tokens == cold.tokens
 
 
 class TestBadInput:
@@ -552,6 +704,7 @@ class TestBadInput:
             ([999_999], PromptError),
             ([-1], PromptError),
             (tokens[:513], PromptTooLongError),
+            (np.zeros((2, 2)), PromptError),
         ):
             result = driver.submit(prompt)
             (failed,) = result.events
@@ -560,6 +713,27 @@ class TestBadInput:
             assert "\n" not in str(failed.error)
         assert driver.run(tokens[:512], 5).done.generated_tokens == 1
         assert driver.run(tokens[:510], 5).done.generated_tokens == 3
+
+    def test_a_negative_number_of_tokens(self, open_driver: Open, tokens: Tokens) -> None:
+        driver = open_driver()
+        (failed,) = driver.submit(tokens[:9], -1).events
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, PromptError)
+
+    def test_a_prompt_changed_after_it_was_handed_over_changes_nothing(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(llama={"n_ubatch": 64, "n_batch": 64})
+        theirs = tokens[:600].copy()
+        request = Request("one", theirs, 0)
+        driver.engine.submit(request)
+        driver.engine.step()
+        theirs[:] = 0
+        driver.idle()
+        hit = driver.run(tokens[:600], want_logits=True)
+        assert hit.found.total == 599
+        cold = open_driver(cache_dir=None).run(tokens[:600], want_logits=True)
+        assert np.abs(hit.logits - cold.logits).max() < 1e-4
 
     def test_a_bias_for_a_token_that_is_not_there_is_refused(
         self, open_driver: Open, tokens: Tokens
@@ -600,6 +774,7 @@ class TestBadInput:
             ({"llama": {"override_tensor": "(=CPU"}}, "override_tensor"),
             ({"llama": {"override_tensor": "blk=TPU9"}}, "buffer type"),
             ({"llama": {"tensor_split": "a,b"}}, "numbers"),
+            ({"llama": {"n_ubatch": 100}, "exact": True}, "multiple of 64"),
         ],
         ids=str,
     )

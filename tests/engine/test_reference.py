@@ -245,6 +245,13 @@ def test_an_impossible_prompt_fails_at_once_in_one_line(
     assert cached.run(prompt(10), 1).done.reason == "length"
 
 
+def test_a_negative_number_of_tokens_fails_at_once(cached: Session) -> None:
+    cached.request(prompt(10), -1)
+    (event,) = cached.events
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, PromptError)
+
+
 def test_requests_are_served_in_order_and_background_ones_last(cached: Session) -> None:
     names = [
         cached.request(prompt(20, seed=1), 2, background=True),

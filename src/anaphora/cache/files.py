@@ -34,7 +34,7 @@ def read_block(path: Path, expected: Header, seals: Seals, memory: mmap.mmap) ->
         payload = memoryview(memory)[: _in_pages(expected.payload_bytes)]
         _read_fully(fd, page, payload, expected.file_bytes)
         if not direct:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            _drop_pages(fd)
     found = expected
     if page[:] != seals.page(expected):
         found = seals.open_page(page[:])
@@ -70,8 +70,8 @@ def write_block(path: Path, header: Header, seals: Seals, memory: mmap.mmap) -> 
             _write_fully(fd, page, memoryview(memory)[: _in_pages(header.payload_bytes)])
             os.ftruncate(fd, header.file_bytes)
             if not direct:
-                os.fdatasync(fd)  # pages can only be dropped once they are written
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.fsync(fd)  # pages can only be dropped once they are written
+                _drop_pages(fd)
         temporary.rename(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -135,3 +135,9 @@ def _write_fully(fd: int, page: mmap.mmap, payload: memoryview) -> None:
 
 def _in_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+def _drop_pages(fd: int) -> None:
+    """Take a file's pages out of the page cache, where the system has a call for that."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

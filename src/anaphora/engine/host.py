@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -35,6 +36,7 @@ class EngineHost:
         if isinstance(engine, BaseException):
             self._thread.join()
             raise engine
+        atexit.register(self.close)  # a program that just ends keeps what it computed, too
         self.info: EngineInfo = engine.info
         self.vocabulary: Vocabulary = engine.vocabulary
 
@@ -46,20 +48,27 @@ class EngineHost:
     def submit(self, request: Request, listener: Listener) -> None:
         """Hand a request over. Its last event is Done or Failed, whatever happens."""
         with self._lock:
-            dead = self._dead
-            if dead is None:
+            error = self._dead
+            if error is None and request.id in self._listeners:
+                error = EngineError(f"a request {request.id!r} is running: use another id")
+            if error is None:
                 self._listeners[request.id] = listener
                 self._inbox.put(lambda engine: engine.submit(request))
-        if dead is not None:
-            listener(Failed(request.id, dead))
+        if error is not None:
+            listener(Failed(request.id, error))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(lambda engine: engine.cancel(request_id))
 
     def close(self) -> None:
-        """Cancel what runs, store what is not stored yet, and end the thread."""
+        """Cancel what runs, store what is not stored yet, and end the thread.
+
+        Called by a listener it can't wait for that, and returns at once.
+        """
+        atexit.unregister(self.close)
         self._inbox.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _run(self, make_engine: Callable[[Emit], Engine]) -> None:
         try:
@@ -68,22 +77,30 @@ class EngineHost:
             self._ready.put(error)
             return
         self._ready.put(engine)
-        dead = EngineError("the engine is closed")
         try:
             self._serve(engine)
+            self._die(EngineError("the engine is closed"))
         except Exception:
             logger.exception("the engine stopped on an unexpected error")
-            dead = EngineError("the engine stopped on an unexpected error: load the model again")
-        finally:
-            with self._lock:
-                self._dead = dead
-            try:
-                engine.close()
-            except Exception:
-                logger.exception("the engine did not close cleanly")
-            for request_id, listener in list(self._listeners.items()):
-                listener(Failed(request_id, dead))
-            self._listeners.clear()
+            self._die(
+                EngineError("the engine stopped on an unexpected error: load the model again")
+            )
+            self._fail_all()  # closing would tell them that they were cancelled
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("the engine did not close cleanly")
+        self._fail_all()
+
+    def _die(self, error: AnaphoraError) -> None:
+        """From now on every new request fails with ``error``."""
+        with self._lock:
+            self._dead = error
+
+    def _fail_all(self) -> None:
+        assert self._dead is not None
+        for request_id in list(self._listeners):
+            self._emit(Failed(request_id, self._dead))
 
     def _serve(self, engine: Engine) -> None:
         wait: float | None = 0.0
@@ -105,4 +122,7 @@ class EngineHost:
         else:
             listener = self._listeners.get(event.id)
         if listener is not None:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:  # one listener's fault is no other's
+                logger.exception("a listener failed")

@@ -7,7 +7,6 @@ Nothing here knows how an engine stores its KV.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -28,6 +27,20 @@ class CacheHints:
     """In order of position; the last one has ``end=None``."""
     read: bool = True
     write: bool = True
+
+    def __post_init__(self) -> None:
+        *ends, last = [segment.end for segment in self.segments] or [0]
+        position = 0
+        for end in ends:
+            position = end if end is not None and end > position else 2**63
+        if last is not None or position == 2**63:
+            raise SettingsError(
+                "segments have to be in order of where they end, the last one with no end"
+            )
+
+
+_MOST_BIAS = 1e30
+"""Far above any logit, and no overflow in single precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +80,19 @@ class Sampling:
             value = getattr(self, name)
             if not low <= value <= high:  # also false for NaN
                 raise SettingsError(f"{name} is {value}: use {low:g} to {high:g}")
+        for name in ("top_k", "penalty_window", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "seed" and value is None):
+                raise SettingsError(f"{name} is {value!r}: use an integer")
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise SettingsError(f"logit_bias of token {token} is {bias}: use a finite number")
+            if not isinstance(token, int):
+                raise SettingsError(f"logit_bias names token {token!r}: use token ids")
+            if not abs(bias) <= _MOST_BIAS:
+                raise SettingsError(
+                    f"logit_bias of token {token} is {bias}: use {-_MOST_BIAS:g} to {_MOST_BIAS:g}"
+                )
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise SettingsError(f"stop is {self.stop!r}: use a tuple of texts")
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -81,7 +81,7 @@ class Budget:
         if self._left < 0:
             raise TemplateError(
                 "the chat template does too much work or writes too much for this conversation: "
-                "it may be broken or hostile; give another one with --chat-template-file"
+                "it may be broken or hostile; give another one as chat_template"
             )
 
     def weigh(self, value: Any) -> None:

@@ -20,6 +20,9 @@ from anaphora.engine.llamacpp.model import LlamaModel
 from anaphora.engine.llamacpp.params import Params
 from anaphora.errors import ContextMemoryError, EngineError
 
+GRID = 64
+"""Prefill cuts lie on multiples of this: kernels change with a chunk's shape, but not across it."""
+
 _byte_pointer = ctypes.POINTER(ctypes.c_uint8)
 
 
@@ -42,7 +45,9 @@ class LlamaContext:
         params.context.n_ctx = cells
         params.context.n_seq_max = sequences + ranges
         params.context.kv_unified = ranges
-        params.context.n_batch = min(params.context.n_batch, cells)
+        # llama.cpp aborts where one token of every sequence doesn't fit one batch.
+        least = max(GRID, sequences + ranges)
+        params.context.n_batch = max(min(params.context.n_batch, cells), least)
         params.context.n_ubatch = min(params.context.n_ubatch, params.context.n_batch)
         with logs.errors() as errors:
             self._context: Any = lib.llama_init_from_model(model.pointer, params.context)
@@ -56,7 +61,7 @@ class LlamaContext:
         self.batch_size = int(lib.llama_n_batch(self._context))
         self.microbatch_size = int(lib.llama_n_ubatch(self._context))
         self._vocabulary_size = model.vocabulary.size
-        self._batch = _Batch(max(self.batch_size, sequences))
+        self._batch = _Batch(self.batch_size)
         if model.adapters:
             pointers = (lib.llama_adapter_lora_p_ctypes * len(model.adapters))(
                 *(ctypes.cast(a[0], lib.llama_adapter_lora_p_ctypes) for a in model.adapters)
@@ -73,6 +78,9 @@ class LlamaContext:
         lib.llama_set_warmup(self._context, True)
         self.prefill(0, np.array([token], dtype=np.int32), 0, want_logits=True)
         lib.llama_set_warmup(self._context, False)
+        # The warm-up ran every expert, and llama.cpp would use its graph again for the next single
+        # token: a batch of another size takes the graph's place.
+        self.prefill(0, np.array([token, token], dtype=np.int32), 1, want_logits=True)
         lib.llama_memory_clear(self._memory, True)
         lib.llama_synchronize(self._context)
 

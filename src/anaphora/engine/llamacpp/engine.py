@@ -15,7 +15,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from anaphora.cache.keys import BlockId, Tokens
 from anaphora.cache.store import Piece, PrefixCache
 from anaphora.clock import Clock
-from anaphora.engine.llamacpp.context import LlamaContext, NoCells
+from anaphora.engine.llamacpp.context import GRID, LlamaContext, NoCells
 from anaphora.engine.llamacpp.sampler import Sampler
 from anaphora.engine.llamacpp.sequences import (
     LiveSequence,
@@ -50,15 +51,14 @@ from anaphora.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-GRID = 64
-"""Prefill cuts lie on multiples of this: kernels change with a chunk's shape, but not across it."""
-
 _CHUNK_SECONDS_ALONE = 1.5
 _CHUNK_SECONDS_SHARED = 0.15
 _GROWTH = 256
 _WRITE_AFTER_IDLE = 1.0
 _WRITE_SLICE = 0.02
 _RETRY_WRITES = 30.0
+_MOST_BACKGROUND = 64
+"""Background requests that may wait; older ones are the least likely to be of use still."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +151,8 @@ class LlamaEngine:
         self._idle_since: float | None = None
         self._at_rest = False
         """Nothing has changed since everything was written."""
+        self._finished = False
+        """A request has ended since something was last written."""
         self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
         """What idle time has yet to export; ``None``: to be looked up."""
 
@@ -179,10 +181,17 @@ class LlamaEngine:
         except AnaphoraError as error:
             self._emit(Failed(request.id, error))
             return
+        # A copy: if the caller changed the array later, keys and KV would not belong together.
+        request = replace(request, tokens=np.array(request.tokens, dtype=np.int32))
         self._order += 1
         job = _Job(request, TextStream(request.sampling.stop), time.perf_counter(), self._order)
-        job.target = np.ascontiguousarray(request.tokens, dtype=np.int32)
-        (self._background if request.background else self._waiting).append(job)
+        job.target = request.tokens
+        if request.background:
+            self._background.append(job)
+            if len(self._background) > _MOST_BACKGROUND:
+                self._finish(self._background.popleft(), "cancelled")
+        else:
+            self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
         for queue in (self._waiting, self._background):
@@ -198,8 +207,12 @@ class LlamaEngine:
 
     def _check(self, request: Request) -> None:
         tokens = request.tokens
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise PromptError("the prompt is no plain list of token ids")
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: give at least one token")
+        if request.max_tokens < 0:
+            raise PromptError(f"max_tokens is {request.max_tokens}: use 0 or more")
         size = self._vocabulary.size
         if int(tokens.min()) < 0 or int(tokens.max()) >= size:
             raise PromptError(f"the prompt has token ids outside of 0 to {size - 1}")
@@ -218,6 +231,11 @@ class LlamaEngine:
             return self._idle()
         self._idle_since = self._unsaved = None
         self._advance(foreground)
+        if self._finished and (self._active or self._waiting):
+            # An engine that is never idle writes a little after each request, what was used
+            # a second time first, so that not everything hangs on its next pause.
+            self._cache.maintain(0.0)
+        self._finished = False
         return 0.0
 
     def _advance(self, jobs: list[_Job]) -> None:
@@ -236,12 +254,13 @@ class LlamaEngine:
             self._let_go(live)
 
     def close(self) -> None:
-        for job in [*self._waiting, *self._background, *self._active]:
-            self.cancel(job.request.id)
-        self.release_idle()
-        self._cache.close()
-        self._context.close()
-        self._on_close()
+        with ExitStack() as stack:  # whatever fails, the rest is freed
+            stack.callback(self._on_close)
+            stack.callback(self._context.close)
+            stack.callback(self._cache.close)
+            for job in [*self._waiting, *self._background, *self._active]:
+                self.cancel(job.request.id)
+            self.release_idle()
 
     def _guard(self, work: Callable[[list[_Job]], None], jobs: list[_Job]) -> None:
         """Do ``work``; where it fails, only its jobs do, and their cells are cleared."""
@@ -281,11 +300,13 @@ class LlamaEngine:
             return False
         wanted = 0
         for other in self._active:
-            if not other.decoding and other.live is not None and not other.request.background:
-                limit = common_segments(job.request.cache.segments, other.live.segments)
-                common = min(common_prefix(job.target, other.target), limit)
-                if common > other.live.length:
-                    wanted = max(wanted, common)
+            live = other.live
+            if live is None or not live.kept or other.decoding or other.request.background:
+                continue
+            limit = common_segments(job.request.cache.segments, live.segments)
+            common = min(common_prefix(job.target, other.target), limit)
+            if common > live.length:
+                wanted = max(wanted, common)
         return wanted > GRID and wanted - self._plan(job).found >= GRID
 
     def _plan(self, job: _Job) -> _Plan:
@@ -293,12 +314,10 @@ class LlamaEngine:
         # The last prompt token's logits are needed, so it is always computed; a job that goes on
         # after it was parked already has its next token.
         limit = len(tokens) if job.generated else len(tokens) - 1
-        if self._exact:
-            limit = limit // GRID * GRID
+        limit = limit // self._sequences.grid * self._sequences.grid
         if not hints.read or not self._info.caching:
             return _NOTHING
-        grid = GRID if self._exact else 1
-        source, shared = self._sequences.best(tokens, hints.segments, limit, grid)
+        source, shared = self._sequences.best(tokens, hints.segments, limit)
         match = self._cache.match(tokens, hints.segments)
         stored = self._usable_length(match.pieces, limit)
         pieces = [piece for piece in match.pieces if piece.block.start < stored]
@@ -306,18 +325,24 @@ class LlamaEngine:
             return _Plan(None, 0, pieces, stored, compact=True)
         if shared >= stored:
             return _Plan(source, shared, (), shared)
-        pieces = [p for p in pieces if p.block.start + p.length > shared]
-        return _Plan(source if shared else None, shared, pieces, stored)
+        first = next(i for i, p in enumerate(pieces) if p.block.start + p.length > shared)
+        if self._exact:
+            # A block restored in part leaves a gap among the cells, which shows in the low bits.
+            while pieces[first].block.start % GRID:
+                first -= 1
+            shared = min(shared, pieces[first].block.start)
+        return _Plan(source if shared else None, shared, pieces[first:], stored)
 
     def _usable_length(self, pieces: Sequence[Piece], limit: int) -> int:
         """How much of a match can be restored: with plain attention, up to any token of it."""
-        usable = 0
+        usable, grid = 0, self._sequences.grid
         for piece in pieces:
-            if self._exact and not piece.block.exact:
-                break
             usable = piece.block.start + piece.length
-        usable = min(usable, limit)
-        return usable // GRID * GRID if self._exact else usable
+            if self._exact and not piece.block.exact:
+                # Its last tokens, behind the grid's last line, were computed on their own.
+                usable = min(usable, piece.block.end // grid * grid)
+                break
+        return min(usable, limit) // grid * grid
 
     def _can_compact(self, source: LiveSequence | None, shared: int, stored: int) -> bool:
         """Whether to leave ``source`` where it is and restore everything from blocks instead.
@@ -336,7 +361,7 @@ class LlamaEngine:
         end = min(len(tokens) + min(max(job.owed, 0), self._reserve_tokens), self._limit)
         end = max(end, len(tokens))
         self._make_way(plan)
-        if not self._make_room(end - plan.shared, plan):
+        if not self._make_place(end - plan.shared, plan):
             return False
         began = time.perf_counter()
         if not job.began:
@@ -391,8 +416,8 @@ class LlamaEngine:
                 if self._sequences.save(live):
                     self._sequences.drop(live)
 
-    def _make_room(self, cells: int, plan: _Plan) -> bool:
-        """Free ``cells`` cells beside what is reserved, dropping idle sequences; False: can't."""
+    def _make_place(self, cells: int, plan: _Plan) -> bool:
+        """Make sure of ``cells`` cells and a sequence to begin ``plan`` in; False: can't."""
         for live in self._sequences.idle():
             if self._available >= cells and self._sequences.has_free:
                 break
@@ -503,7 +528,7 @@ class LlamaEngine:
         try:
             self._context.decode([x.number for x in lives], tokens, [x.length for x in lives])
         except NoCells:
-            self._park(max(jobs, key=lambda job: job.order))
+            self._park(self._last_in_line(jobs))
             return
         for live, token in zip(lives, tokens, strict=True):
             self._sequences.append_decoded(live, token)
@@ -520,15 +545,23 @@ class LlamaEngine:
         assert live is not None
         if live.length < job.reserved:
             return
-        more = min(_GROWTH, self._limit - live.length)
-        while not self._make_room(more, _NOTHING):
-            youngest = max(self._active, key=lambda other: other.order)
-            if youngest is job and len(self._active) == 1:
-                raise EngineError("the context has no cells left for the only running request")
-            self._park(youngest)
-            if youngest is job:
+        more = min(_GROWTH, self._limit - live.length, job.owed)
+        for idle in self._sequences.idle():
+            if self._available >= more:
+                break
+            self._let_go(idle)
+        while self._available <= 0:
+            last = self._last_in_line(self._active)
+            self._park(last)
+            if last is job:
                 return
-        job.reserved = live.length + more
+        job.reserved = live.length + min(more, self._available)
+
+    def _last_in_line(self, jobs: list[_Job]) -> _Job:
+        """Whose cells the others get when there are too few. Raises where there are no others."""
+        if len(self._active) == 1:
+            raise EngineError("the context has no cells left for the only running request")
+        return max(jobs, key=lambda job: (job.request.background, job.order))
 
     def _accept(self, job: _Job, token: int) -> None:
         live = job.live
@@ -567,6 +600,7 @@ class LlamaEngine:
             self._retire(job, live)
         if job.sampler is not None:
             job.sampler.close()
+        self._finished = True
         now = time.perf_counter()
         self._emit(
             Done(
@@ -634,7 +668,10 @@ class LlamaEngine:
         assert live is not None
         self._active.remove(job)
         job.live, job.decoding = None, False
-        if live.kept:
+        job.target = np.append(job.request.tokens, np.array(job.generated[:-1], dtype=np.int32))
+        if live.kept and self._exact and live.decoded_from is not None:
+            self._sequences.cut(live, live.decoded_from)
+        elif live.kept:
             live.declare()
         self._sequences.retire(live)
 
@@ -643,8 +680,6 @@ class LlamaEngine:
         live = job.live
         assert live is not None
         logger.info("no cells left: a request is parked at %d tokens", live.length)
-        job.target = np.concatenate([job.request.tokens, np.array(job.generated, dtype=np.int32)])
-        job.target = job.target[:-1] if job.generated else job.target
         self._suspend(job)
         if live.kept:
             self._let_go(live)
@@ -655,7 +690,7 @@ class LlamaEngine:
     def _idle(self) -> float | None:
         """One piece of work that can wait; see :meth:`step` for what is returned."""
         now = self._clock.now()
-        if self._idle_since is None:
+        if self._idle_since is None or now < self._idle_since:  # the clock may be set back
             self._idle_since, self._at_rest = now, False
         if self._unsaved is None:
             self._unsaved = list(self._sequences.unsaved())

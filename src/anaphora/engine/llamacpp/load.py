@@ -9,17 +9,17 @@ from pathlib import Path
 import psutil
 from llama_cpp import llama_cpp as lib
 
-from anaphora.cache.disk import DiskTier
+from anaphora.cache.disk import DiskTier, namespace_name
 from anaphora.cache.keys import root_key
 from anaphora.cache.store import PrefixCache
 from anaphora.clock import Clock, SystemClock
 from anaphora.engine.llamacpp import ggml, logs
-from anaphora.engine.llamacpp.context import LlamaContext
+from anaphora.engine.llamacpp.context import GRID, LlamaContext
 from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.model import LlamaModel
 from anaphora.engine.llamacpp.params import KV_TYPES, Params, build, rope_identity
 from anaphora.engine.protocol import Emit, EngineInfo
-from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError
+from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError, SettingsError
 from anaphora.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ def load_engine(
     logs.route()
     lib.llama_backend_init()
     params = build(settings)
+    micro = int(params.context.n_ubatch)
+    if settings.exact and micro % GRID and GRID % micro:
+        raise SettingsError(f"n_ubatch is {micro}: exact needs a multiple of {GRID}")
     model = LlamaModel(path, params, settings.adapters)
     try:
         if not model.decodes:
@@ -234,7 +237,7 @@ def _open_cache(
                 folder,
                 root,
                 found,
-                _disk_budget(settings, folder),
+                _disk_budget(settings, folder, root),
                 clock,
                 model.name,
             )
@@ -255,8 +258,11 @@ def _open_cache(
     return cache, problem
 
 
-def _disk_budget(settings: Settings, folder: Path) -> int:
+def _disk_budget(settings: Settings, folder: Path, root: bytes) -> int:
+    """Bytes for this namespace; what it holds already counts as free, or it would shrink."""
     if settings.disk_budget is not None:
         return settings.disk_budget
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return min(shutil.disk_usage(existing).free // 2, 64 << 30)
+    files = (folder / namespace_name(root) / "blocks").glob("*/*")
+    held = sum(file.lstat().st_size for file in files)
+    return min((shutil.disk_usage(existing).free + held) // 2, 64 << 30)

@@ -11,6 +11,7 @@ from llama_cpp import llama_cpp as lib
 from anaphora.cache.keys import Tokens
 from anaphora.engine.protocol import Sampling
 
+_GREEDY_BELOW = 1e-6  # a logit divided by less could overflow, and nothing else would be chosen
 _NO_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: "choose one", which is why it is never passed on
 
 
@@ -40,7 +41,7 @@ class Sampler:
                     sampling.presence_penalty,
                 )
             )
-        if sampling.temperature <= 0:
+        if sampling.temperature < _GREEDY_BELOW:
             add(lib.llama_sampler_init_greedy())
         else:
             if sampling.top_k > 0:

@@ -12,7 +12,7 @@ import numpy as np
 from anaphora.cache.keys import BlockId, Segment, Tokens
 from anaphora.cache.store import Lease, Piece, PrefixCache
 from anaphora.engine.llamacpp.cells import CellLedger
-from anaphora.engine.llamacpp.context import LlamaContext
+from anaphora.engine.llamacpp.context import GRID, LlamaContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class LiveSequences:
         self._context = context
         self._cache = cache
         self._exact = exact
+        self.grid = GRID if exact else 1
+        """Hits end on multiples of this."""
         self._free = list(range(count - 1, -1, -1))
         self._lives: dict[int, LiveSequence] = {}
         self._tick = 0
@@ -69,17 +71,15 @@ class LiveSequences:
         return sorted((x for x in self._lives.values() if not x.busy), key=lambda x: x.used)
 
     def best(
-        self, tokens: Tokens, segments: tuple[Segment, ...], limit: int, grid: int
+        self, tokens: Tokens, segments: tuple[Segment, ...], limit: int
     ) -> tuple[LiveSequence | None, int]:
-        """The sequence that shares most with a prompt, and how much: at most ``limit`` tokens, in
-        multiples of ``grid``.
-        """
+        """The sequence that shares most with a prompt, and how much: at most ``limit`` tokens."""
         best, length = None, 0
         for live in self._lives.values():
             if not live.kept:
                 continue
             agreed = min(common_segments(segments, live.segments), limit)
-            common = min(common_prefix(tokens, live.held), agreed) // grid * grid
+            common = min(common_prefix(tokens, live.held), agreed) // self.grid * self.grid
             # Of equals an idle one: it can be taken over instead of copied.
             if common > length or (common == length > 0 and best and best.busy and not live.busy):
                 best, length = live, common
@@ -116,9 +116,9 @@ class LiveSequences:
     def restore(self, live: LiveSequence, pieces: Sequence[Piece], length: int) -> tuple[int, int]:
         """Bring blocks into cells up to ``length``; returns tokens from (memory, disk).
 
-        Stops at the first block that turns out damaged or gone.
+        Stops at the first block that turns out damaged or gone, or before it on the grid.
         """
-        memory = disk = 0
+        begun, from_memory = live.length, np.zeros(length, dtype=bool)
         for loaded in self._cache.restore(pieces):
             block = loaded.piece.block
             start = max(block.start, live.length)
@@ -132,11 +132,11 @@ class LiveSequences:
             if block.decoded_from is not None and block.decoded_from < end:
                 first = max(block.decoded_from, start)
                 live.decoded_from = min(live.decoded_from or first, first)
-            if loaded.tier == "disk":
-                disk += end - start
-            else:
-                memory += end - start
-        return memory, disk
+            from_memory[start:end] = loaded.tier == "memory"
+        if live.length % self.grid:
+            self.cut(live, live.length // self.grid * self.grid)
+        memory = int(np.count_nonzero(from_memory[begun : live.length]))
+        return memory, live.length - begun - memory
 
     def reserve(self, live: LiveSequence, tokens: Tokens, length: int) -> None:
         """Let the buffer of ``live`` begin with ``tokens`` and have room for ``length``."""
@@ -174,6 +174,7 @@ class LiveSequences:
         self._context.truncate(live.number, 0)
         self.cells.truncate(live.number, 0)
         live.lease.close()
+        live.length = 0  # whoever still means to export it finds nothing
         del self._lives[live.number]
         self._free.append(live.number)
 
@@ -197,6 +198,9 @@ class LiveSequences:
         decoded_from = live.decoded_from
         if decoded_from is not None and decoded_from >= block.end:
             decoded_from = None
+        on_grid = live.length >= -(-block.end // self.grid) * self.grid
+        if not on_grid and any(block.end == segment.end for segment in live.segments):
+            return False  # longer prompts share it, and need its last tokens computed on the grid
 
         def store(size: int, fill: Callable[[Any], bool]) -> bool:
             return self._cache.store(
@@ -204,7 +208,7 @@ class LiveSequences:
                 {"base": size},
                 lambda parts: fill(parts["base"]),
                 decoded_from=decoded_from,
-                exact=self._exact,
+                exact=self._exact and on_grid,
             )
 
         return self._context.export(live.number, block.start, block.end, store)

@@ -177,6 +177,8 @@ class ReferenceEngine:
         size = self._model.vocabulary.size
         if len(request.tokens) == 0:
             return PromptError("the prompt is empty: give at least one token")
+        if request.max_tokens < 0:
+            return PromptError(f"max_tokens is {request.max_tokens}: use 0 or more")
         if request.tokens.min() < 0 or request.tokens.max() >= size:
             return PromptError(f"the prompt has tokens outside the vocabulary of {size}")
         if any(not 0 <= token < size for token in request.sampling.logit_bias):

@@ -1,0 +1,193 @@
+"""The documentation: its code runs, and it names everything there is, as it is."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from anaphora import Found, Sampling, Settings, Times, Usage, errors
+from anaphora.cache.format import Header, Seals
+from anaphora.cache.keys import Segment, link
+from anaphora.cli import app
+from anaphora.engine.llamacpp.params import PASS_THROUGH
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, LIBRARY, CACHE = ROOT / "README.md", ROOT / "docs/library.md", ROOT / "docs/cache.md"
+
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+@pytest.fixture
+def at_home(bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache at the default place, but the bundled model is ready; a document to read."""
+    cache = tmp_path / ".cache" / "anaphora"
+    cache.mkdir(parents=True)
+    (cache / "models").symlink_to(bundled.parent)
+    (tmp_path / "handbook.txt").write_text("Desks are on the second floor, by the window. " * 40)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Run the code of a page from top to bottom; errors point into the page."""
+    text = page.read_text()
+    names: dict[str, Any] = {"__name__": page.stem}
+    for block in _PYTHON.finditer(text):
+        code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+        exec(compile(code, page, "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("at_home")
+def test_the_readmes_example_reads_its_document_from_the_cache() -> None:
+    usage = run(README)["reply"].usage
+    assert 0 < usage.computed_tokens < 64 < usage.read_tokens
+    usage = run(README)["reply"].usage  # a second time, from disk
+    assert usage.computed_tokens < 64 < usage.read_tokens
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("at_home")
+def test_the_code_of_the_library_page_runs() -> None:
+    run(LIBRARY)
+
+
+def test_no_page_has_code_that_is_not_run() -> None:
+    assert {page for page in PAGES if _PYTHON.search(page.read_text())} == {README, LIBRARY}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(page.read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        other = page.parent / name if name else page
+        assert other.is_file(), target
+        if anchor:
+            assert anchor in anchors(other), target
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    assert documented_defaults("setting") == defaults(Settings)
+
+
+def test_every_sampling_value_is_there_with_its_default() -> None:
+    assert documented_defaults("`Sampling`") == defaults(Sampling)
+
+
+@pytest.mark.parametrize(("title", "kind"), [("`reply.usage`", Usage), ("`reply.times`", Times)])
+def test_every_figure_is_explained(title: str, kind: type[Any]) -> None:
+    rows = dict(table(LIBRARY, title))
+    assert rows.keys() == {f.name for f in fields(kind)}
+    if kind is Usage:
+        assert all(f"`{f.name}`" in rows["found"] for f in fields(Found))
+
+
+def test_every_error_is_explained() -> None:
+    every = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert {name for name, _ in table(LIBRARY, "error")} == every - {"AnaphoraError"}
+
+
+def test_every_parameter_of_llama_cpp_is_named() -> None:
+    text = LIBRARY.read_text()
+    assert [name for name in PASS_THROUGH if f"`{name}`" not in text] == []
+
+
+def test_every_command_and_option_is_in_the_readme() -> None:
+    text = README.read_text()
+    for name, command in commands(typer.main.get_command(app)):
+        assert f"`{name}`" in text
+        for parameter in command.params:
+            assert f"`{parameter.opts[0]}`" in text or f" {parameter.opts[0]}`" in text, name
+
+
+def test_the_header_of_a_block_file_is_as_described() -> None:
+    block = link(b"p" * 32, Segment("owner", b"salt"), 512, np.array([7, -1, 9], np.int32))
+    seals = Seals(b"s" * 32)
+    header = Header(block, "base", 513, True, 99, b"m" * 32)
+    data = seals.sealed_header(header)
+    values: dict[str, bytes] = {}
+    sizes = {"o": 5, "p": 4, "n": 3}
+    place = 0
+    for offset, size, meaning in rows(CACHE, "offset"):
+        assert evaluate(offset, sizes) == place, meaning
+        place += evaluate(size, sizes)
+        values[meaning.split(":")[0].split(",")[0]] = data[place - evaluate(size, sizes) : place]
+    assert place == len(data)
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little", signed=True)
+
+    assert list(values.values()) == [
+        *(b"ANAPHORA", number(1, 2), number(1, 2), block.key, b"p" * 32, block.segment),
+        *(number(512, 8), number(513, 8), number(99, 8), b"m" * 32),
+        *(number(3, 4), number(5, 2), number(4, 2), b"owner", b"base"),
+        *(b"".join(number(token, 4) for token in (7, -1, 9)), data[-32:]),
+    ]
+    assert len(seals.page(header)) == 4096
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors GitHub gives the headings of a page."""
+    headings = _HEADING.findall(page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def rows(page: Path, title: str) -> Iterator[list[str]]:
+    """Cells of the table whose first column has this title, without the heading."""
+    lines = page.read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def table(page: Path, title: str) -> Iterator[tuple[str, str]]:
+    """First and second cell of every row, the first without its backticks."""
+    for first, second, *_ in rows(page, title):
+        yield first.strip("`"), second
+
+
+def documented_defaults(title: str) -> dict[str, object]:
+    return {name: ast.literal_eval(value.strip("`")) for name, value in table(LIBRARY, title)}
+
+
+def defaults(kind: type[Any]) -> dict[str, object]:
+    """Defaults of a dataclass as Python literals."""
+    found: dict[str, object] = {}
+    for f in fields(kind):
+        value = f.default_factory() if f.default_factory is not MISSING else f.default
+        value = str(value) if isinstance(value, Path) else value
+        found[f.name] = dict(value) if isinstance(value, Mapping) else value
+    return found
+
+
+def commands(command: Any, name: str = "anaphora") -> Iterator[tuple[str, Any]]:
+    """Every command that does something, by its full name."""
+    parts = getattr(command, "commands", {})
+    for part, below in parts.items():
+        yield from commands(below, f"{name} {part}")
+    if not parts:
+        yield name, command
+
+
+def evaluate(formula: str, values: Mapping[str, int]) -> int:
+    """The value of a sum of products such as ``156 + 4 x *n*``, with the cross typed properly."""
+    terms = formula.replace("*", "").split("+")
+    factors = [[part.strip() for part in term.split("\N{MULTIPLICATION SIGN}")] for term in terms]
+    return sum(math.prod(values.get(part) or int(part) for part in term) for term in factors)
