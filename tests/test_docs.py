@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
+import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import typer
@@ -18,13 +22,26 @@ from anaphora import Found, Sampling, Settings, Times, Usage, errors
 from anaphora.cache.format import Header, Seals
 from anaphora.cache.keys import Segment, link
 from anaphora.cli import app
+from anaphora.config import FIELDS, load_config, spelled, variable
 from anaphora.engine.llamacpp.params import PASS_THROUGH
+from tests.test_serve import Start, start  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, LIBRARY, CACHE = ROOT / "README.md", ROOT / "docs/library.md", ROOT / "docs/cache.md"
+SERVER = ROOT / "docs/server.md"
+DESCRIBED = {
+    "anaphora serve": "Options",
+    "anaphora chat": "`anaphora chat`",
+    "anaphora selftest": "`anaphora selftest`",
+    "anaphora keys add": "Users and keys",
+    "anaphora keys ls": "Users and keys",
+    "anaphora keys revoke": "Users and keys",
+}
+"""Sections of the server's page that explain a command; the README explains the others."""
 
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OPTION = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w…-])")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
@@ -40,9 +57,12 @@ def at_home(bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def run(page: Path) -> dict[str, Any]:
-    """Run the code of a page from top to bottom; errors point into the page."""
-    text = page.read_text()
+def run(page: Path, url: str = "") -> dict[str, Any]:
+    """Run the code of a page from top to bottom; errors point into the page.
+
+    A server it talks to is the one at ``url``.
+    """
+    text = page.read_text().replace("http://127.0.0.1:8080", url)
     names: dict[str, Any] = {"__name__": page.stem}
     for block in _PYTHON.finditer(text):
         code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
@@ -66,7 +86,31 @@ def test_the_code_of_the_library_page_runs() -> None:
 
 
 def test_no_page_has_code_that_is_not_run() -> None:
-    assert {page for page in PAGES if _PYTHON.search(page.read_text())} == {README, LIBRARY}
+    found = {page for page in PAGES if _PYTHON.search(page.read_text())}
+    assert found == {README, LIBRARY, SERVER}
+
+
+def test_a_server_is_as_the_server_page_says(
+    start: Start,  # noqa: F811 - the fixture
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served = start()
+    shown = [line.split()[0] for line in served.shown.splitlines() if line]
+    assert shown == [line.split()[0] for line in code(SERVER, "text").splitlines() if line]
+
+    command = code(SERVER, "sh").replace("http://127.0.0.1:8080", served.url)
+    reply = subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=60)
+    assert json.loads(reply.stdout)["type"] == "message"
+
+    usage = run(SERVER, served.url)["answer"].usage
+    assert usage.cache_read_input_tokens > 0, "the same prompt as before"
+    assert f"{usage.cache_read_input_tokens} read, 0 new" in capsys.readouterr().out
+
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    metrics = httpx.get(f"{served.url}/metrics").text
+    names = set(re.findall(r"^# TYPE (anaphora_\w+) ", metrics, re.MULTILINE))
+    named = {name for first, *_ in rows(SERVER, "metric") for name in re.findall(r"`(.*?)`", first)}
+    assert named == {name for name in names if not name.endswith("_created")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -97,9 +141,34 @@ def test_every_figure_is_explained(title: str, kind: type[Any]) -> None:
         assert all(f"`{f.name}`" in rows["found"] for f in fields(Found))
 
 
-def test_every_error_is_explained() -> None:
+def test_every_error_is_explained_once() -> None:
     every = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert {name for name, _ in table(LIBRARY, "error")} == every - {"AnaphoraError"}
+    explained = [name for page in (LIBRARY, SERVER) for name, _ in table(page, "error")]
+    assert sorted(explained) == sorted(every - {"AnaphoraError"})
+
+
+def test_every_option_of_the_server_is_there_with_its_default() -> None:
+    described = list(rows(SERVER, "option"))
+    assert [row[1] for row in described] == [f"`{spelled(name)}`" for name in FIELDS]
+    for (flag, key, named, default, meaning), (name, item) in zip(
+        described, FIELDS.items(), strict=True
+    ):
+        assert flag == ("`MODEL`" if name == "model" else f"`--{spelled(name)}`")
+        assert named == f"`{variable(name)}`"
+        assert meaning
+        if item.default is None:
+            assert not default, key
+        else:
+            written = tomllib.loads(f"value = {default.strip('`')}")["value"]
+            meant = item.metadata["option"].parse(written)
+            expected = item.default
+            assert meant == (expected.expanduser() if isinstance(expected, Path) else expected), key
+
+
+def test_the_configuration_file_of_the_server_page_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "anaphora.toml"
+    file.write_text(code(SERVER, "toml"))
+    assert load_config({}, {}, file).disk_budget == 200 << 30
 
 
 def test_every_parameter_of_llama_cpp_is_named() -> None:
@@ -107,12 +176,37 @@ def test_every_parameter_of_llama_cpp_is_named() -> None:
     assert [name for name in PASS_THROUGH if f"`{name}`" not in text] == []
 
 
-def test_every_command_and_option_is_in_the_readme() -> None:
-    text = README.read_text()
+def test_every_command_is_in_the_readme_and_every_option_where_it_is_explained() -> None:
+    readme = README.read_text()
     for name, command in commands(typer.main.get_command(app)):
-        assert f"`{name}`" in text
-        for parameter in command.params:
-            assert f"`{parameter.opts[0]}`" in text or f" {parameter.opts[0]}`" in text, name
+        assert f"`{name}`" in readme
+        text = section(SERVER, DESCRIBED[name]) if name in DESCRIBED else readme
+        options = {p.opts[0] for p in command.params if p.param_type_name == "option"}
+        assert options - set(_OPTION.findall(text)) == set(), name
+
+
+def test_no_option_is_explained_that_there_is_not() -> None:
+    every = {"--version"}
+    for _, command in commands(typer.main.get_command(app)):
+        every.update(*((*p.opts, *p.secondary_opts) for p in command.params))
+    for page in README, SERVER:
+        assert set(_OPTION.findall(page.read_text())) <= every
+
+
+@pytest.mark.parametrize("name", ["anaphora chat", "anaphora selftest"])
+def test_these_commands_explain_their_own_options_only(name: str) -> None:
+    command = dict(commands(typer.main.get_command(app)))[name]
+    every = {p.opts[0] for p in command.params}
+    assert set(_OPTION.findall(section(SERVER, DESCRIBED[name]))) <= every
+
+
+def test_every_own_option_of_chat_is_there_with_its_default() -> None:
+    command = dict(commands(typer.main.get_command(app)))["anaphora chat"]
+    text = section(SERVER, DESCRIBED["anaphora chat"])
+    described = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) ?\|", text, re.MULTILINE))
+    own = {p.opts[0][2:]: p.default for p in command.params if p.name not in FIELDS}
+    del own["config"]
+    assert described == {name: "" if d is None else str(d) for name, d in own.items()}
 
 
 def test_the_header_of_a_block_file_is_as_described() -> None:
@@ -147,11 +241,22 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def section(page: Path, title: str) -> str:
+    """What stands under a heading of the second level."""
+    return page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def code(page: Path, language: str) -> str:
+    """The only block of code in this language."""
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return str(block)
+
+
 def rows(page: Path, title: str) -> Iterator[list[str]]:
     """Cells of the table whose first column has this title, without the heading."""
     lines = page.read_text().splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {title} |"))
-    for line in lines[start + 2 :]:
+    top = next(n for n, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    for line in lines[top + 2 :]:
         if not line.startswith("|"):
             return
         yield [cell.strip() for cell in line.strip("|").split("|")]
