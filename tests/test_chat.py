@@ -37,6 +37,13 @@ def test_every_turn_says_what_it_read_and_computed(tiny_llama: Path, tmp_path: P
     assert turns(again.stdout) == [(first, first, 1)], "and after a restart"
 
 
+def test_a_long_answer_is_shown_to_its_end(tiny_llama: Path, tmp_path: Path) -> None:
+    arguments = (tiny_llama, "--cache-dir", tmp_path, "--max-tokens", 1500, "--temperature", 1)
+    done = chat("Hello there\n", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(turns(done.stdout)) == 1
+
+
 def test_clear_begins_a_new_conversation(tiny_llama: Path, tmp_path: Path) -> None:
     arguments = ("--cache-dir", tmp_path, "--max-tokens", 4, "--system", "Be brief.")
     done = chat("Hello\n/clear\nHello\n", tiny_llama, *arguments)

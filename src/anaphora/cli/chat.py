@@ -66,9 +66,10 @@ def _answer(conversation: Chat, text: str) -> None:
     try:
         stream = conversation.stream(text)
         try:
+            pieces = iter(stream)  # one iterator for both loops: to drop it is to cancel
             with err.status("reading"):
-                first = next(iter(stream), "")
-            for piece in itertools.chain((first,), stream):
+                first = next(pieces, "")
+            for piece in itertools.chain((first,), pieces):
                 out.print(piece, end="", markup=False, soft_wrap=True)
                 out.file.flush()
         except KeyboardInterrupt:
