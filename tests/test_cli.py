@@ -47,6 +47,13 @@ def test_cache_ls_lists_every_namespace(filled: Path) -> None:
     assert all(info["used_by"] is None for info in found)
 
 
+@pytest.mark.parametrize("columns", ["60", "30"])
+def test_cache_ls_shows_whole_folder_names_however_little_room(filled: Path, columns: str) -> None:
+    listed = run("cache", "ls", "--cache-dir", filled, env={"COLUMNS": columns}).stdout
+    for folder in filled.iterdir():
+        assert folder.name in listed
+
+
 def test_cache_commands_can_be_limited_to_a_model(
     filled: Path, tiny_llama: Path, tiny_adapter: Path
 ) -> None:

@@ -17,6 +17,7 @@ from anaphora.engine.protocol import Done, Request
 from anaphora.errors import (
     CacheDirectoryError,
     EngineError,
+    ModelFileError,
     PromptError,
     PromptTooLongError,
     SettingsError,
@@ -127,7 +128,8 @@ def test_a_turn_that_was_cut_off_is_not_remembered(load: Load) -> None:
     stream = chat.stream("What time is it?")
     assert stream.started.prompt_tokens
     model.close()
-    assert stream.reply.finish_reason == "cancelled"
+    with pytest.raises(EngineError, match="cancelled"):
+        _ = stream.reply
     assert [message.role for message in chat.messages] == ["system"]
 
 
@@ -230,6 +232,32 @@ def test_without_a_folder_the_cache_is_in_memory(load: Load) -> None:
     assert model.generate(DOCUMENT, max_tokens=2).usage.computed_tokens == 1
 
 
+def test_stats_count_a_look_up_once_for_each_request(load: Load) -> None:
+    model = load(parallel=1)
+    streams = [model.stream(DOCUMENT, max_tokens=20) for _ in range(4)]
+    for stream in streams:
+        assert stream.reply.usage.generated_tokens > 0
+    stats = model.stats()
+    assert stats is not None
+    assert stats.lookups == 4
+    assert stats.misses.absent <= 4
+    assert stats.memory_budget == 64 << 20
+    model.close()
+    with pytest.raises(EngineError, match="closed"):
+        model.stats()
+
+
+def test_closing_the_model_ends_its_streams_with_an_error(load: Load) -> None:
+    model = load()
+    stream = model.stream(DOCUMENT, max_tokens=6000)
+    assert stream.started
+    model.close()
+    with pytest.raises(EngineError, match="cancelled"):
+        list(stream)
+    with pytest.raises(EngineError, match="cancelled"):
+        _ = stream.reply
+
+
 def test_tenants_are_apart(load: Load) -> None:
     model = load()
     ours = CacheHints((Segment("us", b"secret"),))
@@ -254,6 +282,45 @@ class TestBadInput:
         with pytest.raises(PromptError, match="role"):
             model.render([{"content": "no role"}])
         assert model.generate("still fine", max_tokens=3).usage.generated_tokens > 0
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            lambda: {"cache": CacheHints((Segment("half \ud83d"),))},
+            lambda: {"cache": CacheHints((Segment("o" * 70_000),))},
+            lambda: {"cache": CacheHints((Segment(5),))},  # type: ignore[arg-type]
+            lambda: {"cache": CacheHints((Segment("x", "s"),))},  # type: ignore[arg-type]
+            lambda: {"cache": CacheHints((Segment("a", end=1.5), Segment("b")))},  # type: ignore[arg-type]
+            lambda: {"cache": CacheHints(("a",))},  # type: ignore[arg-type]
+            lambda: {"cache": None},
+            lambda: {"max_tokens": 2.5},
+            lambda: {"max_tokens": None},
+            lambda: {"sampling": {}},
+            lambda: {"sampling": Sampling(temperature="1")},  # type: ignore[arg-type]
+            lambda: {"sampling": Sampling(logit_bias=[1])},  # type: ignore[arg-type]
+            lambda: {"sampling": Sampling(logit_bias={1: "x"})},  # type: ignore[dict-item]
+            lambda: {"sampling": Sampling(stop=None)},  # type: ignore[arg-type]
+        ],
+    )
+    def test_a_value_of_the_wrong_kind_harms_nobody_else(
+        self, load: Load, request_: Callable[[], dict[str, object]]
+    ) -> None:
+        model = load()
+        running = model.stream(DOCUMENT, max_tokens=300)
+        with pytest.raises(SettingsError):
+            model.generate("x", **request_())  # type: ignore[arg-type]
+        assert running.reply.usage.generated_tokens > 0
+        assert model.generate(DOCUMENT, max_tokens=2).usage.computed_tokens == 1
+
+    def test_a_request_that_cannot_begin_fails_alone(
+        self, load: Load, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = load()
+        monkeypatch.setattr("anaphora.engine.llamacpp.engine.Sampler", lambda *_: 1 / 0)
+        with pytest.raises(EngineError, match="could not begin"):
+            model.generate(DOCUMENT)
+        monkeypatch.undo()
+        assert model.generate(DOCUMENT, max_tokens=3).usage.generated_tokens > 0
 
     @pytest.mark.parametrize(
         "template",
@@ -289,6 +356,23 @@ class TestBadInput:
             {"flash_attn": "maybe"},
             {"memory_budget": -1},
             {"chat_template": "template.jinja"},
+            {"block_size": "256"},
+            {"block_size": 256.0},
+            {"parallel": 1.5},
+            {"parallel": True},
+            {"gpu_layers": "all"},
+            {"gpu_layers": 10**20},
+            {"threads": 10**6},
+            {"exact": "no"},
+            {"kv_type": None},
+            {"llama": None},
+            {"adapters": Path("adapter.gguf")},
+            {"llama": {"n_threads": 2**40}},
+            {"llama": {"rope_freq_base": float("nan")}},
+            {"llama": {"split_mode": ["layer"]}},
+            {"llama": {"kv_overrides": {1: 2}}},
+            {"llama": {"cpu_moe": "x"}},
+            {"exact": True, "llama": {"n_ubatch": 32}},
         ],
         ids=str,
     )
@@ -296,6 +380,12 @@ class TestBadInput:
         with pytest.raises(SettingsError, match="use") as caught:
             load(**settings)
         assert "\n" not in str(caught.value)
+
+    def test_a_file_that_is_no_model_says_why(
+        self, load: Load, tiny_adapter: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ModelFileError, match=r"can't be loaded: (?!.*failed to load model)"):
+            Model.load(tiny_adapter, cache_dir=tmp_path)
 
     def test_a_closed_model_says_so(self, load: Load) -> None:
         model = load()

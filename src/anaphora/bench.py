@@ -38,7 +38,7 @@ from anaphora.engine.protocol import (
     Sampling,
     Started,
 )
-from anaphora.errors import SettingsError
+from anaphora.errors import EngineError, SettingsError
 from anaphora.settings import Settings
 from anaphora.vocabulary import Vocabulary
 
@@ -209,7 +209,8 @@ def measure(
     ``folder`` is empty at first, so that every run starts cold.
 
     Raises:
-        SettingsError: the model runs with the cache off, or its context is too short for this.
+        SettingsError: the model runs with the cache off.
+        EngineError: a hit did not come from where it should, so that its time means nothing.
     """
     flash_attn = build(Settings()).flash_attn == (choice == "auto")
     settings = Settings(
@@ -468,7 +469,7 @@ def _read_all(files: Sequence[Path], flags: int) -> float:
 
 def _expect(condition: bool, problem: str) -> None:
     if not condition:
-        raise AssertionError(problem)
+        raise EngineError(f"the measurement went wrong: {problem}")
 
 
 @contextmanager

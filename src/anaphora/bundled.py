@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 from blake3 import blake3
 from llama_cpp import llama_cpp
 
+from anaphora.cache.files import make_cache_folder
 from anaphora.engine.llamacpp import logs
 from anaphora.errors import CacheDirectoryError, ModelFileError, ModelNotFoundError
 
@@ -61,7 +62,8 @@ def bundled_model(cache_dir: Path, progress: Progress | None = None) -> Path:
     target = folder / source_path().name.replace("Q4_1", "Q8_0")
     checksum = target.with_name(target.name + ".blake3")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_cache_folder(cache_dir)
+        make_cache_folder(folder)
         with _locked(folder / "lock"):
             if not _intact(target, checksum):
                 requantize(source_path(), target, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, progress)

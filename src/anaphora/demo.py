@@ -14,7 +14,7 @@ from pathlib import Path
 
 from anaphora.bundled import load_test_document
 from anaphora.engine.protocol import GREEDY
-from anaphora.errors import EngineError
+from anaphora.errors import EngineError, SettingsError
 from anaphora.model import Model, Reply
 from anaphora.scratch import scratch_folder
 
@@ -50,6 +50,11 @@ def run(model_path: Path, cache_dir: Path, show: Callable[[Asked], None]) -> lis
     with scratch_folder(cache_dir, "demo") as folder:
         asked = []
         with _load(model_path, folder) as model:
+            if not model.info.caching:
+                raise SettingsError(
+                    f"{model.info.model} runs with the cache off, so there is nothing to show: "
+                    "use a model with plain attention"
+                )
             document = _document(model)
             for title, question in zip(("cold", "asked again"), QUESTIONS, strict=False):
                 asked.append(_ask(model, document, title, question))

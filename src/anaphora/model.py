@@ -19,6 +19,7 @@ import numpy as np
 
 from anaphora.bundled import Progress, bundled_model
 from anaphora.cache.keys import Tokens
+from anaphora.cache.store import CacheStats
 from anaphora.clock import Clock, SystemClock
 from anaphora.engine.host import EngineHost
 from anaphora.engine.llamacpp.load import load_engine
@@ -36,7 +37,7 @@ from anaphora.engine.protocol import (
     Started,
     Times,
 )
-from anaphora.errors import AnaphoraError, EngineError, PromptError, TemplateError
+from anaphora.errors import AnaphoraError, EngineError, PromptError
 from anaphora.prompt.conversation import Conversation, Message
 from anaphora.prompt.template import read_template
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
@@ -151,8 +152,10 @@ class Stream:
                 return event.text
             case Done():
                 self._ended = True
+                if event.reason == "cancelled":  # by somebody else: this stream was not closed
+                    raise self._error
                 self._reply = self._finished(event)
-                if self._on_reply is not None and event.reason != "cancelled":
+                if self._on_reply is not None:
                     self._on_reply(self._reply)
             case Failed():
                 self._ended, self._error = True, event.error
@@ -236,6 +239,10 @@ class Model:
     def renderer(self) -> Renderer:
         return self._renderer
 
+    def stats(self) -> CacheStats | None:
+        """Counts and sizes of the cache: what it holds, missed, wrote, evicted and lost."""
+        return self._host.stats()
+
     def tokenize(self, prompt: str | Sequence[int] | Tokens) -> Tokens:
         """Tokens of a raw prompt, shape (n,). Text never becomes a control token."""
         if isinstance(prompt, str):
@@ -312,8 +319,8 @@ class Model:
             return
         try:
             prompt = self.render(messages, add_generation_prompt=False)
-        except TemplateError:
-            return  # the template doesn't take a conversation that ends here
+        except AnaphoraError:
+            return  # the template refuses it, or the model is closed: the answer stands anyway
         if len(prompt.tokens) <= self.info.context_size:
             request = _request(prompt.tokens, 0, Sampling(), cache, background=True)
             self._host.submit(request, lambda event: None)

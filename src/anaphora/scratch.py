@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from anaphora.cache.files import make_cache_folder
 from anaphora.errors import CacheDirectoryError
 
 
@@ -17,7 +18,7 @@ def scratch_folder(cache_dir: Path, name: str) -> Iterator[Path]:
     Raises :class:`~anaphora.errors.CacheDirectoryError` where it can't be made.
     """
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(cache_dir)
         folder = tempfile.TemporaryDirectory(prefix=f"{name}-", dir=cache_dir)
     except OSError as error:
         raise CacheDirectoryError(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 from anaphora.errors import SettingsError
 
 DEFAULT_CACHE_DIR = Path("~/.cache/anaphora")
+
+MOST_THREADS = 512
+"""llama.cpp's own limit."""
 
 FlashAttention = Literal["auto", "on", "off"]
 
@@ -20,6 +24,10 @@ class Adapter:
 
     path: Path
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, Path) or not isinstance(self.scale, int | float):
+            raise SettingsError(f"{self!r}: use a pathlib.Path and a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,18 @@ class Settings:
     """llama.cpp's own model and context parameters by name, passed through."""
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "parallel", "reserve_tokens"):
+            self._expect(name, int, "an integer")
+        for name in ("memory_budget", "disk_budget", "context_size", "threads", "gpu_layers"):
+            self._expect(name, (int, NoneType), "an integer or None")
+        for name in ("cache_dir", "chat_template"):
+            self._expect(name, (Path, NoneType), "a pathlib.Path or None")
+        self._expect("exact", bool, "True or False")
+        self._expect("kv_type", str, "a text, for example 'f16'")
+        self._expect("adapters", tuple, "a tuple of Adapter")
+        self._expect("llama", Mapping, "a dict of llama.cpp parameters")
+        if not all(isinstance(adapter, Adapter) for adapter in self.adapters):
+            raise SettingsError(f"adapters is {self.adapters!r}: use a tuple of Adapter")
         if self.block_size < 64 or self.block_size % 64:
             raise SettingsError(
                 f"block_size is {self.block_size}: use a multiple of 64, for example 256"
@@ -70,15 +90,16 @@ class Settings:
             raise SettingsError(f"context_size is {self.context_size}: use 64 or more tokens")
         if self.reserve_tokens < 1:
             raise SettingsError(f"reserve_tokens is {self.reserve_tokens}: use 1 or more")
-        if self.threads is not None and self.threads < 1:
-            raise SettingsError(f"threads is {self.threads}: use 1 or more")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise SettingsError(f"threads is {self.threads}: use 1 to {MOST_THREADS}")
         if self.flash_attn not in ("auto", "on", "off"):
             raise SettingsError(f"flash_attn is {self.flash_attn!r}: use auto, on or off")
-        for name in ("cache_dir", "chat_template"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Path):
-                raise SettingsError(f"{name} is {value!r}: use a pathlib.Path")
         for name in ("memory_budget", "disk_budget"):
             budget = getattr(self, name)
             if budget is not None and budget < 0:
                 raise SettingsError(f"{name} is {budget}: use 0 or more bytes")
+
+    def _expect(self, name: str, kind: type | tuple[type, ...], what: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise SettingsError(f"{name} is {value!r}: use {what}")

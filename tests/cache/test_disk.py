@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from anaphora.cache.format import PAGE
 from anaphora.cache.keys import Segment, root_key
 from anaphora.clock import ManualClock, SystemClock
 from anaphora.errors import CacheBusyError, CacheDirectoryError
+from anaphora.scratch import scratch_folder
 from tests.cache.support import (
     IDENTITY,
     PAYLOAD,
@@ -30,6 +32,12 @@ from tests.cache.support import (
 )
 
 FILE = PAGE + PAYLOAD
+
+
+def current_umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -295,13 +303,29 @@ def test_files_are_private_and_the_namespace_describes_itself(tmp_path: Path) ->
     (namespace,) = folder.iterdir()
     assert namespace.name == ROOT[:8].hex()
     for path in (folder, namespace, *namespace.rglob("*")):
-        if path.name not in ("namespace.json",) and not path.name.startswith("index.sqlite"):
-            assert path.stat().st_mode & 0o077 == 0, path
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert len(list(namespace.glob("index.sqlite*"))) == 3
     described = json.loads((namespace / "namespace.json").read_text())
     assert described["model"] == "toy"
     assert described["identity"] == IDENTITY
     assert described["root"] == ROOT.hex()
     assert (namespace / "lock").read_text().strip() == str(os.getpid())
+
+
+def test_the_cache_folder_is_private_whoever_makes_it(tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "cache"
+    with scratch_folder(folder, "bench"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent.stat().st_mode & 0o777 == 0o777 & ~current_umask()
+
+
+def test_files_that_were_open_to_others_are_closed_to_them(tmp_path: Path) -> None:
+    open_cache(tmp_path).close()
+    paths = [*tmp_path.glob("*/namespace.json"), *tmp_path.glob("*/index.sqlite")]
+    for path in paths:
+        path.chmod(0o644)
+    open_cache(tmp_path).close()
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
 
 
 def test_models_do_not_share_a_namespace(tmp_path: Path) -> None:
@@ -315,9 +339,13 @@ def test_models_do_not_share_a_namespace(tmp_path: Path) -> None:
 
 def test_a_second_process_is_told_who_has_the_namespace(tmp_path: Path) -> None:
     cache = open_cache(tmp_path)
-    with pytest.raises(CacheBusyError, match=f"process {os.getpid()} already uses") as caught:
+    with pytest.raises(CacheBusyError, match="this process already has the cache") as caught:
         open_cache(tmp_path)
     assert "\n" not in str(caught.value)
+    (lock,) = tmp_path.glob("*/lock")
+    lock.write_text("1\n")
+    with pytest.raises(CacheBusyError, match="process 1 already uses"):
+        open_cache(tmp_path)
     compute(cache, prompt(1))
     cache.close()
     assert read(open_cache(tmp_path), prompt(1)) == 16
@@ -339,8 +367,20 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CacheDirectoryError, match="Read-only file system"):
+    with pytest.raises(CacheDirectoryError, match=r"Read-only file system.*make it writable"):
         DiskTier.open(tmp_path, ROOT, IDENTITY, 0, SystemClock())
+
+
+def test_a_full_disk_at_start_asks_for_space_not_for_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CacheDirectoryError, match="free some space") as caught:
+        DiskTier.open(tmp_path, ROOT, IDENTITY, 0, SystemClock())
+    assert "writable" not in str(caught.value)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -427,3 +467,102 @@ def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
     assert (read(cache, prompt(1, 2)), read(cache, prompt(3))) == (0, 16)
     assert (cache.read_tokens(prompt(1, 2)), cache.read_tokens(prompt(3))) == (0, 16)
     assert cache.stats().broken_promises == 0
+
+
+def test_the_namespace_is_free_again_even_where_the_last_write_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache(tmp_path)
+
+    def fail(*args: object) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cache._tiers, "write_some", fail)
+    with pytest.raises(RuntimeError):
+        cache.close()
+    open_cache(tmp_path).close()
+
+
+@pytest.mark.parametrize("pragma", ["query_only = 1", "max_page_count = 1"])
+def test_an_index_that_cannot_be_written_now_stays_and_gets_everything_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pragma: str
+) -> None:
+    clock = ManualClock()
+    cache = open_cache(tmp_path, memory=200, clock=clock)
+    compute(cache, prompt(1))
+    cache.flush()
+    (index,) = tmp_path.glob("*/index.sqlite")
+    before = index.stat().st_ino
+    assert cache._disk is not None
+    catalog = cache._disk._catalog
+    catalog._database.execute(f"PRAGMA {pragma}")
+    for number in range(2, 100):
+        compute(cache, prompt(number))
+    cache.flush()
+    cache.match(prompt(1))
+    cache.flush()
+    catalog._database.execute("PRAGMA query_only = 0")
+    catalog._database.execute("PRAGMA max_page_count = 1000000")
+    cache.flush()
+    assert catalog._database.execute("SELECT count(*) FROM files").fetchone() == (1,), "not yet"
+    clock.advance(RETRY_SECONDS)
+    cache.flush()
+    assert catalog._database.execute("SELECT count(*) FROM files").fetchone() == (99,)
+    assert catalog._database.execute("SELECT count(*) FROM entries").fetchone() == (99,)
+    assert cache._disk._catalog is catalog
+    assert index.stat().st_ino == before
+    assert len([record for record in caplog.records if "cache index" in record.message]) == 1
+    cache.close()
+    cache = open_cache(tmp_path, clock=clock)
+    assert cache.read_tokens(prompt(1)) == cache.read_tokens(prompt(99)) == 16
+
+
+def test_an_index_that_somebody_has_locked_at_start_is_left_alone(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path)
+    compute(cache, prompt(1, 2))
+    cache.close()
+    (index,) = tmp_path.glob("*/index.sqlite")
+    other = sqlite3.connect(index, isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    before = index.stat().st_ino
+    cache = open_cache(tmp_path)
+    assert cache.read_tokens(prompt(1, 2)) == read(cache, prompt(1, 2)) == 32
+    cache.close()
+    other.close()
+    assert index.stat().st_ino == before
+    assert cache.read_tokens(prompt(1, 2)) == 32
+
+
+def test_a_namespace_deleted_under_an_open_cache_does_not_come_back(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path)
+    (namespace,) = tmp_path.iterdir()
+    shutil.rmtree(namespace)
+    compute(cache, prompt(1))
+    cache.close()
+    assert cache.stats().write_failures == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kept_in_memory", [True, False])
+def test_all_of_a_chain_whose_files_are_gone_is_stored_again_at_once(
+    tmp_path: Path, kept_in_memory: bool
+) -> None:
+    cache = open_cache(tmp_path)
+    tokens = prompt(*range(20))
+    compute(cache, tokens)
+    cache.close()
+    cache = open_cache(tmp_path)
+    if kept_in_memory:
+        assert read(cache, tokens[:160]) == 160
+    for path in block_files(tmp_path):
+        path.unlink()
+    assert read(cache, tokens) == (160 if kept_in_memory else 0)
+    assert cache.stats().misses.gone == 20
+    assert compute(cache, tokens) == (10 if kept_in_memory else 20)
+    cache.flush()
+    assert len(block_files(tmp_path)) == 20
+    check_consistent(cache)
+    cache.close()
+    cache = open_cache(tmp_path)
+    assert read(cache, tokens) == cache.read_tokens(tokens) == 320

@@ -301,6 +301,11 @@ class TestKeys:
             {"llama": {"rope_freq_base": 5000.0}},
             {"llama": {"rope_freq_scale": 0.5}},
             {"llama": {"rope_scaling_type": "yarn"}},
+            {"llama": {"yarn_ext_factor": 0.5}},
+            {"llama": {"yarn_attn_factor": 0.5}},
+            {"llama": {"yarn_beta_fast": 16.0}},
+            {"llama": {"yarn_beta_slow": 2.0}},
+            {"llama": {"yarn_orig_ctx": 2048}},
             {"llama": {"kv_overrides": {"llama.attention.layer_norm_rms_epsilon": 1e-4}}},
         ],
         ids=str,
@@ -322,8 +327,12 @@ class TestKeys:
             {"context_size": 2048},
             {"parallel": 1},
             {"threads": 2},
+            {"block_size": 128},
             {"llama": {"n_batch": 512}},
             {"llama": {"n_ubatch": 128}},
+            {"llama": {"n_threads_batch": 2}},
+            {"llama": {"load_mode": "none"}},
+            {"llama": {"override_tensor": "blk=CPU"}},
             {"memory_budget": 32 << 20},
             {"reserve_tokens": 64},
             {"disk_budget": 64 << 20},
@@ -339,6 +348,42 @@ class TestKeys:
         warm = open_driver(**changed).run(tokens[:600])
         assert warm.found.disk == 599
         assert warm.tokens == cold.tokens
+
+    def test_another_version_of_the_package_still_hits(
+        self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = open_driver()
+        first.run(tokens[:600])
+        first.close()
+        monkeypatch.setattr("anaphora.__version__", "999.0")
+        assert open_driver().run(tokens[:600]).found.disk == 599
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_another_build_of_llama_cpp_misses_only_where_exact(
+        self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, exact: bool
+    ) -> None:
+        first = open_driver(exact=exact)
+        first.run(tokens[:600])
+        first.close()
+        monkeypatch.setattr("llama_cpp.llama_cpp.llama_version", lambda: b"another")
+        other = open_driver(exact=exact)
+        assert other.run(tokens[:600]).found.total == (0 if exact else 599)
+        other.close()
+        monkeypatch.undo()
+        assert open_driver(exact=exact).run(tokens[:600]).found.disk == (576 if exact else 599)
+
+    def test_another_version_of_llama_cpps_states_misses(
+        self, open_driver: Open, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = open_driver()
+        first.run(tokens[:600])
+        first.close()
+        monkeypatch.setattr("llama_cpp.llama_cpp.LLAMA_STATE_SEQ_VERSION", 999)
+        other = open_driver()
+        assert other.run(tokens[:600]).found.total == 0
+        other.close()
+        monkeypatch.undo()
+        assert open_driver().run(tokens[:600]).found.disk == 599
 
     def test_another_model_another_epoch_and_another_salt_miss(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -25,6 +26,20 @@ from anaphora.errors import CacheBusyError, CacheDirectoryError
 
 RETRY_SECONDS = 30.0
 """After a write failed (a full disk, mostly), how long until the next is tried."""
+
+_NOT_DAMAGE = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
+"""Errors that say nothing against what is in the index, and may pass."""
 
 _log = logging.getLogger(__name__)
 
@@ -129,11 +144,13 @@ class DiskTier:
         self._lock = lock
         self._seals = seals
         self._clock = clock
-        self._retry_at = float("-inf")
+        self._retry_at = self._index_retry_at = float("-inf")
         self._catalog = self._open_catalog()
         self._changed: set[File] = set()
         self._dropped: set[FileName] = set()
         self._entries: dict[EntryId, StoredEntry] = {}
+        self._changed_entries: dict[EntryId, StoredEntry | None] = {}
+        """``None`` for an entry that ended."""
         self._entries_are_known = False
         """Whether the index has these entries and no others."""
 
@@ -155,7 +172,7 @@ class DiskTier:
         layout = Layout(Path(cache_dir) / namespace_name(root))
         try:
             for folder in (Path(cache_dir), layout.folder, layout.blocks):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                files.make_cache_folder(folder)
             lock = lock_namespace(layout)
             try:
                 _describe(layout, root, identity, model, clock)
@@ -166,7 +183,7 @@ class DiskTier:
         except OSError as error:
             raise CacheDirectoryError(
                 f"the cache folder {layout.folder} cannot be used ({error.strerror}): "
-                "make it writable, or choose another with --cache-dir"
+                f"{_advice(error)}choose another with --cache-dir"
             ) from error
         return DiskTier(layout, lock, seals, budget, clock)
 
@@ -187,7 +204,7 @@ class DiskTier:
         header = self._header(buffer, self._seals.payload(buffer.view))
         path = self._layout.block(block.key, part)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             files.write_block(path, header, self._seals, buffer.memory)
         except (OSError, DamagedError) as error:
             if not self.write_failures:
@@ -217,6 +234,10 @@ class DiskTier:
         """
         path = self._layout.block(file.header.block.key, file.part)
         return files.read_block(path, file.header, self._seals, buffer.memory)
+
+    def is_missing(self, file: File) -> bool:
+        """Whether nothing is where a file should be."""
+        return not os.path.lexists(self._layout.block(file.block.key, file.part))
 
     def drop(self, file: File) -> None:
         """Delete a file."""
@@ -291,55 +312,74 @@ class DiskTier:
                     raise sqlite3.DatabaseError("an entry is damaged")
                 found.entries.append(stored)
         except sqlite3.Error as error:
-            self._replace_catalog(error)
+            if _is_damage(error):
+                self._replace_catalog(error)
             found.complete = False
             found.unlisted += found.listed
             found.listed.clear()
 
     def commit(self, entries: Mapping[EntryId, StoredEntry | None]) -> None:
-        """Write to the index what changed; ``None`` for an entry that ended."""
+        """Write to the index what changed; ``None`` for an entry that ended.
+
+        What cannot be written now is kept, and tried again after :data:`RETRY_SECONDS`.
+        """
+        self._changed_entries.update(entries)
         for entry_id, stored in entries.items():
             if stored is None:
                 self._entries.pop(entry_id, None)
             else:
                 self._entries[entry_id] = stored
-        used = {block for touched in self.touched for block in touched.chain()}
-        if used or self._changed or self._dropped or entries:
-            self._apply(
-                Changes(
-                    files=[(file.header, file.block.last_used) for file in self._changed],
-                    dropped_files=self._dropped,
-                    uses=[
-                        (block.last_used, block.key, part) for block in used for part in block.disk
-                    ],
-                    entries=[(key, stored) for key, stored in entries.items() if stored],
-                    dropped_entries=[key for key, stored in entries.items() if not stored],
-                    only_these_entries=not self._entries_are_known,
-                )
-            )
+        pending = self.touched or self._changed or self._dropped or self._changed_entries
+        if not pending or self._clock.now() < self._index_retry_at:
+            return
+        try:
+            self._write_changes()
+        except sqlite3.Error as error:
+            if self._index_retry_at == float("-inf"):
+                _log.warning("cannot write the cache index, it is tried again later: %s", error)
+            self._index_retry_at = self._clock.now() + RETRY_SECONDS
+            return
+        self._index_retry_at = float("-inf")
         self.touched.clear()
         self._changed.clear()
         self._dropped.clear()
+        self._changed_entries.clear()
         self._entries_are_known = True
 
-    def _apply(self, changes: Changes) -> None:
+    def _write_changes(self) -> None:
         try:
-            self._catalog.apply(changes)
+            self._catalog.apply(self._changes())
         except sqlite3.Error as error:
+            if not _is_damage(error):
+                raise
             self._replace_catalog(error)
-            everything = Changes(
-                files=[(file.header, file.block.last_used) for file in self.held],
-                entries=self._entries.items(),
-            )
-            with contextlib.suppress(sqlite3.Error):  # the files' own headers are enough
-                self._catalog.apply(everything)
+            self._changed.update(self.held)
+            self._changed_entries.update(self._entries)
+            self._catalog.apply(self._changes())
+
+    def _changes(self) -> Changes:
+        used = {block for touched in self.touched for block in touched.chain()}
+        entries = self._changed_entries
+        return Changes(
+            files=[(file.header, file.block.last_used) for file in self._changed],
+            dropped_files=self._dropped,
+            uses=[(block.last_used, block.key, part) for block in used for part in block.disk],
+            entries=[(key, stored) for key, stored in entries.items() if stored],
+            dropped_entries=[key for key, stored in entries.items() if not stored],
+            only_these_entries=not self._entries_are_known,
+        )
 
     def _open_catalog(self) -> Catalog:
+        """The index; one in memory while that on disk cannot be had, which stays as it is then."""
         try:
+            files.make_private(self._layout.index)
             return Catalog(self._layout.index, self._seals)
-        except sqlite3.Error as error:
-            _log.warning("the cache index is damaged and made again: %s", error)
-            return self._new_catalog()
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, sqlite3.Error) and _is_damage(error):
+                _log.warning("the cache index is damaged and made again: %s", error)
+                return self._new_catalog()
+            _log.warning("cannot open the cache index, this time it is done without: %s", error)
+            return Catalog(":memory:", self._seals)
 
     def _replace_catalog(self, error: sqlite3.Error) -> None:
         _log.warning("the cache index is damaged and made again: %s", error)
@@ -351,8 +391,9 @@ class DiskTier:
         for suffix in ("", "-wal", "-shm"):
             files.remove(self._layout.index.with_name(self._layout.index.name + suffix))
         try:
+            files.make_private(self._layout.index)
             return Catalog(self._layout.index, self._seals)
-        except sqlite3.Error:
+        except (OSError, sqlite3.Error):
             return Catalog(":memory:", self._seals)
 
 
@@ -371,8 +412,14 @@ def lock_namespace(layout: Layout) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
+        holder = lock_holder(layout)
+        if holder == os.getpid():
+            raise CacheBusyError(
+                f"this process already has the cache in {layout.folder} open: "
+                "close it first, or choose another folder with --cache-dir"
+            ) from error
         raise CacheBusyError(
-            f"process {lock_holder(layout) or 'unknown'} already uses the cache in "
+            f"process {holder or 'unknown'} already uses the cache in "
             f"{layout.folder}: stop it, or choose another folder with --cache-dir"
         ) from error
     with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
@@ -410,11 +457,7 @@ def _secret(path: Path) -> bytes:
     if secret is None:
         secret = os.urandom(32)
         files.remove(path)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, secret)
-        finally:
-            os.close(fd)
+        files.write_private(path, secret)
     return secret
 
 
@@ -424,6 +467,7 @@ def _describe(
     """Write what the namespace is for, once, for people to read."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if json.loads(layout.description.read_text()).get("root") == root.hex():
+            layout.description.chmod(0o600)
             return
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock.now()))
     description = {
@@ -433,9 +477,27 @@ def _describe(
         "root": root.hex(),
         "identity": dict(identity),
     }
-    temporary = layout.description.with_name(layout.description.name + files.TEMPORARY)
-    temporary.write_text(json.dumps(description, indent=2) + "\n")
-    temporary.rename(layout.description)
+    files.write_private(layout.description, f"{json.dumps(description, indent=2)}\n".encode())
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the index itself is at fault, not the disk, a lock or its mode.
+
+    An error without a code is our own, about what stands in a row.
+    """
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    if code is None or code == sqlite3.SQLITE_READONLY_DBMOVED:  # its file was deleted
+        return True
+    return code & 0xFF not in _NOT_DAMAGE  # the rest of a code is detail
+
+
+def _advice(error: OSError) -> str:
+    """What to do about a folder that cannot be used, besides choosing another."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space, or "
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make it writable, or "
+    return ""
 
 
 def _entries(folder: Path | str) -> list[os.DirEntry[str]]:

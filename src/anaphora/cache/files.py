@@ -79,6 +79,39 @@ def write_block(path: Path, header: Header, seals: Seals, memory: mmap.mmap) -> 
         raise
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a small file whole, for its owner alone, in place of an older one. ``OSError``."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    remove(temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    temporary.rename(path)
+
+
+def make_private(path: Path) -> None:
+    """Have a regular file at ``path`` that is its owner's alone, with what is in it. ``OSError``.
+
+    Anything else there goes. For whoever would make the file with a mode of their own.
+    """
+    if path.is_symlink() or not path.is_file():
+        remove(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+    finally:
+        os.close(fd)
+
+
+def make_cache_folder(path: Path) -> None:
+    """Make a cache folder that only its owner can look into, if it isn't there. ``OSError``.
+
+    Folders above it are made with the usual mode; one that is there keeps its own.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def remove(path: Path) -> None:
     """Remove whatever is at ``path``, without following links; what cannot go stays."""
     try:

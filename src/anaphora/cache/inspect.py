@@ -114,11 +114,6 @@ def clear_namespace(path: Path) -> int:
     return size
 
 
-def clear_all(cache_dir: Path) -> int:
-    """Delete every namespace of a cache folder, as :func:`clear_namespace` does one."""
-    return sum(clear_namespace(layout.folder) for layout in _namespaces(cache_dir))
-
-
 def _namespaces(cache_dir: Path) -> list[Layout]:
     try:
         layouts = [Layout(path) for path in sorted(Path(cache_dir).iterdir())]

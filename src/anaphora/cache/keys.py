@@ -14,8 +14,13 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from anaphora.errors import SettingsError
+
 Tokens = NDArray[np.int32]
 """Token ids, shape (n,)."""
+
+
+_LONGEST_OWNER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,21 @@ class Segment:
     salt: bytes = b""
     end: int | None = None
     """Position (tokens) where the segment ends; ``None``: with the prompt and its answer."""
+
+    def __post_init__(self) -> None:
+        try:
+            long = len(self.owner.encode()) > _LONGEST_OWNER
+        except (AttributeError, UnicodeError):
+            long = True
+        if long:
+            raise SettingsError(
+                f"the owner of a segment is {self.owner!r:.60}: use a text of at most "
+                f"{_LONGEST_OWNER} bytes"
+            )
+        if not isinstance(self.salt, bytes):
+            raise SettingsError(f"the salt of a segment is a {type(self.salt).__name__}: use bytes")
+        if self.end is not None and not isinstance(self.end, int):
+            raise SettingsError(f"a segment ends at {self.end!r}: use a position or None")
 
 
 DEFAULT_SEGMENTS: tuple[Segment, ...] = (Segment(),)

@@ -137,6 +137,8 @@ class Restore:
                 tiers.give_back({file.part: buffer})
             if miss is not None and current:
                 tiers.lose_file(file, miss)
+                if miss == "gone":  # seldom alone
+                    tiers.lose_missing(piece.block for piece in self._pieces)
             complete = complete and file.part in block.memory
         step.reads.clear()
         self._pin_memory(step)

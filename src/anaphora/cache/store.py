@@ -108,17 +108,27 @@ class PrefixCache:
             sizes = [file.header.payload_bytes for file in latest]
             self._memory.map_ahead(sizes, self._threads)
 
-    def match(self, tokens: Tokens, segments: tuple[Segment, ...] = DEFAULT_SEGMENTS) -> Match:
-        """The longest token-exact prefix of a prompt with bytes in memory or on disk."""
-        self._lookups += 1
+    def match(
+        self,
+        tokens: Tokens,
+        segments: tuple[Segment, ...] = DEFAULT_SEGMENTS,
+        *,
+        record: bool = True,
+    ) -> Match:
+        """The longest token-exact prefix of a prompt with bytes in memory or on disk.
+
+        ``record``: whether this counts as a look-up and a use; an engine may ask more than once.
+        """
+        self._lookups += record
         found = self._index.longest(
             tokens, segments, lambda block, agreeing: agreeing if block.has_bytes else 0
         )
         if found is None:
-            self._tiers.misses["absent"] += 1
+            self._tiers.misses["absent"] += record
             return Match()
         end, last = found
-        self._tiers.touch(last)
+        if record:
+            self._tiers.touch(last)
         pieces = [Piece(block, min(block.end, end) - block.start) for block in last.chain()]
         return Match(tuple(reversed(pieces)))
 
@@ -209,8 +219,10 @@ class PrefixCache:
         """Write everything and let go of the disk."""
         self._threads.shutdown()
         if self._disk is not None:
-            self.flush()
-            self._disk.close()
+            try:
+                self.flush()
+            finally:  # whatever happened: the next process must get the namespace
+                self._disk.close()
 
     def clear(self) -> None:
         """Forget all bytes and entries, on disk too."""

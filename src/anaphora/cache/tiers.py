@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -306,7 +306,18 @@ class Tiers:
         assert self.disk is not None
         self.misses[cause] += 1
         self.disk.drop(file)
+        buffer = file.block.memory.get(file.part)
+        if buffer is not None:
+            self._unwritten[buffer] = None
         self.settle(file.block)
+
+    def lose_missing(self, blocks: Iterable[Block]) -> None:
+        """Drop all files of ``blocks`` that are gone, so that these are stored again at once."""
+        assert self.disk is not None
+        for block in blocks:
+            for file in list(block.disk.values()):
+                if self.disk.is_missing(file):
+                    self.lose_file(file, "gone")
 
     def supersede_tails(self, block: Block) -> None:
         """Delete provisional tails that ``block``, stored by now, begins with.

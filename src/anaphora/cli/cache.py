@@ -33,8 +33,11 @@ def ls(
     if not found:
         out.print(f"nothing is cached in {cache_dir}", markup=False)
         return
-    columns = ("folder", "model", "blocks", "tokens", "size", "last used", "in use by")
-    table = Table(*columns, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    longest = max(len(info.path.name) for info in found)
+    table.add_column("folder", no_wrap=True, min_width=longest)  # whole, however little room
+    for column in ("model", "blocks", "tokens", "size", "last used", "in use by"):
+        table.add_column(column)
     for info in found:
         used = datetime.fromtimestamp(info.last_used, UTC).astimezone() if info.last_used else None
         table.add_row(

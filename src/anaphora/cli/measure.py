@@ -32,7 +32,7 @@ def demo(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> No
         out.print(f"  {answer}", markup=False)
         out.print(f"  [dim]first token after {asked.seconds:.3f} s[/dim]\n")
 
-    with err.status("reading the document for the first time ..."):
+    with err.status("asking about the document ..."):
         asked = run_demo.run(path, folder, show)
     table = Table("", "first token", "read", "computed", "", box=box.SIMPLE)
     for column in table.columns[1:]:

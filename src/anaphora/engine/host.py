@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from anaphora.cache.store import CacheStats
 from anaphora.engine.protocol import Done, Emit, Engine, EngineInfo, Event, Failed, Request
 from anaphora.errors import AnaphoraError, EngineError
 from anaphora.vocabulary import Vocabulary
@@ -59,6 +60,23 @@ class EngineHost:
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(lambda engine: engine.cancel(request_id))
+
+    def stats(self) -> CacheStats | None:
+        """Counts and sizes of the engine's cache.
+
+        Raises :class:`~anaphora.errors.EngineError` where the engine is closed.
+        """
+        answer: queue.SimpleQueue[CacheStats | None] = queue.SimpleQueue()
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            self._inbox.put(lambda engine: answer.put(engine.stats()))
+        while True:
+            try:
+                return answer.get(timeout=0.5)
+            except queue.Empty:
+                if self._dead is not None:  # it ended before it came to this
+                    raise self._dead from None
 
     def close(self) -> None:
         """Cancel what runs, store what is not stored yet, and end the thread.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
+from anaphora.cache.store import CacheStats
 from anaphora.errors import AnaphoraError, SettingsError
 from anaphora.vocabulary import Vocabulary
 
@@ -29,6 +30,8 @@ class CacheHints:
     write: bool = True
 
     def __post_init__(self) -> None:
+        if not all(isinstance(segment, Segment) for segment in self.segments):
+            raise SettingsError("segments have to be a tuple of Segment")
         *ends, last = [segment.end for segment in self.segments] or [0]
         position = 0
         for end in ends:
@@ -78,20 +81,25 @@ class Sampling:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise SettingsError(f"{name} is {value!r}: use a number")
             if not low <= value <= high:  # also false for NaN
                 raise SettingsError(f"{name} is {value}: use {low:g} to {high:g}")
         for name in ("top_k", "penalty_window", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "seed" and value is None):
                 raise SettingsError(f"{name} is {value!r}: use an integer")
+        if not isinstance(self.logit_bias, Mapping):
+            raise SettingsError(f"logit_bias is {self.logit_bias!r}: use a dict of token ids")
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int):
                 raise SettingsError(f"logit_bias names token {token!r}: use token ids")
-            if not abs(bias) <= _MOST_BIAS:
+            if not isinstance(bias, int | float) or not abs(bias) <= _MOST_BIAS:
                 raise SettingsError(
                     f"logit_bias of token {token} is {bias}: use {-_MOST_BIAS:g} to {_MOST_BIAS:g}"
                 )
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+        texts = self.stop if isinstance(self.stop, tuple | list) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise SettingsError(f"stop is {self.stop!r}: use a tuple of texts")
 
 
@@ -114,6 +122,14 @@ class Request:
     background: bool = False
     want_logits: bool = False
     """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
+            raise SettingsError(f"max_tokens is {self.max_tokens!r}: use an integer")
+        if not isinstance(self.sampling, Sampling):
+            raise SettingsError(f"sampling is {self.sampling!r}: use a Sampling")
+        if not isinstance(self.cache, CacheHints):
+            raise SettingsError(f"cache is {self.cache!r}: use a CacheHints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +263,10 @@ class Engine(Protocol):
 
         Returns seconds until the next call is worth it: 0 at once, ``None`` only after a message.
         """
+        ...
+
+    def stats(self) -> CacheStats | None:
+        """Counts and sizes of the engine's cache; ``None`` without one."""
         ...
 
     def close(self) -> None:

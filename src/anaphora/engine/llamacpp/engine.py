@@ -21,15 +21,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import BlockId, Tokens
-from anaphora.cache.store import Piece, PrefixCache
+from anaphora.cache.store import CacheStats, Piece, PrefixCache
 from anaphora.clock import Clock
 from anaphora.engine.llamacpp.context import GRID, LlamaContext, NoCells
 from anaphora.engine.llamacpp.sampler import Sampler
 from anaphora.engine.llamacpp.sequences import (
     LiveSequence,
     LiveSequences,
-    common_prefix,
     common_segments,
 )
 from anaphora.engine.protocol import (
@@ -77,6 +77,7 @@ class _Job:
     target: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """What has to be in cells before (more) tokens can be generated."""
     decoding: bool = False
+    looked_up: bool = False
     started: bool = False
     computed: int = 0
     began: float = 0.0
@@ -253,6 +254,9 @@ class LlamaEngine:
         for live in self._sequences.idle():
             self._let_go(live)
 
+    def stats(self) -> CacheStats:
+        return self._cache.stats()
+
     def close(self) -> None:
         with ExitStack() as stack:  # whatever fails, the rest is freed
             stack.callback(self._on_close)
@@ -309,7 +313,7 @@ class LlamaEngine:
                 wanted = max(wanted, common)
         return wanted > GRID and wanted - self._plan(job).found >= GRID
 
-    def _plan(self, job: _Job) -> _Plan:
+    def _plan(self, job: _Job, *, record: bool = False) -> _Plan:
         hints, tokens = job.request.cache, job.target
         # The last prompt token's logits are needed, so it is always computed; a job that goes on
         # after it was parked already has its next token.
@@ -318,7 +322,7 @@ class LlamaEngine:
         if not hints.read or not self._info.caching:
             return _NOTHING
         source, shared = self._sequences.best(tokens, hints.segments, limit)
-        match = self._cache.match(tokens, hints.segments)
+        match = self._cache.match(tokens, hints.segments, record=record)
         stored = self._usable_length(match.pieces, limit)
         pieces = [piece for piece in match.pieces if piece.block.start < stored]
         if self._can_compact(source, shared, stored):
@@ -355,9 +359,24 @@ class LlamaEngine:
         return self._cells.top - self._cells.length(source.number) > max(512, shared // 4)
 
     def _begin(self, job: _Job) -> bool:
-        """Give ``job`` a sequence with everything that is cached in it; False: not now."""
+        """Give ``job`` a sequence with everything that is cached in it; False: not now.
+
+        A job for which this fails fails alone.
+        """
+        try:
+            return self._start(job)
+        except AnaphoraError as error:
+            logger.error("%s", error)
+            self._fail(job, error)
+        except Exception:
+            logger.exception("a request could not begin")
+            self._fail(job, EngineError("the request could not begin: see the log"))
+        return True
+
+    def _start(self, job: _Job) -> bool:
         tokens = job.target
-        plan = self._plan(job)
+        plan = self._plan(job, record=not job.looked_up)
+        job.looked_up = True
         end = min(len(tokens) + min(max(job.owed, 0), self._reserve_tokens), self._limit)
         end = max(end, len(tokens))
         self._make_way(plan)
@@ -366,9 +385,9 @@ class LlamaEngine:
         began = time.perf_counter()
         if not job.began:
             job.began = began
-        live = self._take_sequence(job, plan)
+        live = job.live = self._take_sequence(job, plan)
+        job.reserved = end
         self._sequences.reserve(live, tokens, end)
-        job.live, job.reserved = live, end
         memory, disk = self._sequences.restore(live, plan.pieces, plan.found)
         job.restore_seconds += time.perf_counter() - began
         self._active.append(job)

@@ -60,9 +60,9 @@ def load_engine(
     lib.llama_backend_init()
     params = build(settings)
     micro = int(params.context.n_ubatch)
-    if settings.exact and micro % GRID and GRID % micro:
-        raise SettingsError(f"n_ubatch is {micro}: exact needs a multiple of {GRID}")
-    model = LlamaModel(path, params, settings.adapters)
+    if settings.exact and micro % GRID:
+        raise SettingsError(f"n_ubatch is {micro}: use a multiple of {GRID} with exact")
+    model = LlamaModel(path, params, settings.adapters, altered=bool(settings.llama))
     try:
         if not model.decodes:
             raise ModelFileError(

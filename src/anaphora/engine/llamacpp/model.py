@@ -33,8 +33,10 @@ _PLAIN_ATTENTION = frozenset(
 class LlamaModel:
     """A loaded model file. Close it after every context made from it."""
 
-    def __init__(self, path: Path, params: Params, adapters: Sequence[Adapter] = ()) -> None:
-        """Load ``path``.
+    def __init__(
+        self, path: Path, params: Params, adapters: Sequence[Adapter] = (), *, altered: bool = False
+    ) -> None:
+        """Load ``path``; ``altered``: llama.cpp parameters are passed through, and may be why not.
 
         Raises:
             ModelNotFoundError: nothing there, or it can't be read.
@@ -50,8 +52,8 @@ class LlamaModel:
         with logs.errors() as errors:
             self.pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
         if not self.pointer:
-            why = errors[-1] if errors else "llama.cpp gives no reason"
-            raise ModelFileError(f"{path} can't be loaded: {why}; try another file of this model")
+            advice = "try without the llama.cpp parameters" if altered else "try another file"
+            raise ModelFileError(f"{path} can't be loaded: {_reason(errors)}; {advice}")
         try:
             self._vocabulary = LlamaVocabulary(self.pointer)
             self.metadata: Mapping[str, str] = _metadata(self.pointer)
@@ -135,6 +137,13 @@ def _metadata(model: Any) -> dict[str, str]:
         key = _text(lib.llama_model_meta_key_by_index, model, index)
         found[key] = _text(lib.llama_model_meta_val_str_by_index, model, index)
     return found
+
+
+def _reason(errors: Sequence[str]) -> str:
+    """What llama.cpp said first about why: its last words only say that it failed."""
+    prefix = "error loading model: "
+    reasons = [line.partition(prefix)[2] for line in errors if prefix in line]
+    return next(iter(reasons or errors), "llama.cpp gives no reason")
 
 
 def _text(read: Any, model: Any, index: int) -> str:

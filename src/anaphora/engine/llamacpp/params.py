@@ -8,6 +8,7 @@ must own. A few that are pointers there have a plain form here: ``override_tenso
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from llama_cpp import llama_cpp as lib
 
 from anaphora.engine.llamacpp import ggml
 from anaphora.errors import SettingsError
-from anaphora.settings import Settings
+from anaphora.settings import MOST_THREADS, Settings
 
 KV_TYPES: dict[str, int] = {
     "f32": 0,
@@ -117,7 +118,7 @@ def build(settings: Settings) -> Params:
     offloads = bool(lib.llama_supports_gpu_offload())
     model.n_gpu_layers = -1 if offloads else 0
     if settings.gpu_layers is not None:
-        model.n_gpu_layers = settings.gpu_layers
+        _assign(model, "n_gpu_layers", settings.gpu_layers)
     if settings.threads is not None:
         context.n_threads = context.n_threads_batch = settings.threads
     else:
@@ -145,10 +146,10 @@ def _pass_through(values: Mapping[str, object], params: Params) -> None:
     for name, value in values.items():
         if name in _CHOICES:
             choices = _CHOICES[name]
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise SettingsError(f"{name} is {value!r}: use {', '.join(choices)}")
             target = params.context if name == "rope_scaling_type" else params.model
-            setattr(target, name, choices[str(value)])
+            setattr(target, name, choices[value])
         elif name in _MODEL_FIELDS:
             _assign(params.model, name, value)
         elif name in _CONTEXT_FIELDS:
@@ -175,15 +176,21 @@ def _assign(struct: Any, name: str, value: object) -> None:
                 raise TypeError
             setattr(struct, name, value)
         elif kind is ctypes.c_float:
+            if not math.isfinite(float(value)):  # type: ignore[arg-type]
+                raise TypeError
             setattr(struct, name, float(value))  # type: ignore[arg-type]
         elif isinstance(value, bool) or not isinstance(value, int):
             raise TypeError
         else:
-            if kind is ctypes.c_uint32 and value < 0:
+            low = 0 if kind is ctypes.c_uint32 else -(2**31)
+            high = MOST_THREADS if name.startswith("n_threads") else 2**31 - 1
+            if not low <= value <= high:
                 raise TypeError
             setattr(struct, name, value)
     except (TypeError, ValueError):
-        what = {ctypes.c_bool: "true or false", ctypes.c_float: "a number"}.get(kind, "an integer")
+        what = {ctypes.c_bool: "true or false", ctypes.c_float: "a number"}.get(
+            kind, "an integer in its range"
+        )
         raise SettingsError(f"{name} is {value!r}: use {what}") from None
 
 
@@ -202,7 +209,7 @@ def _tensor_split(value: object, params: Params) -> Any:
 
 
 def _kv_overrides(value: object, params: Params) -> Any:
-    if not isinstance(value, Mapping) or not value:
+    if not isinstance(value, Mapping) or not value or not all(isinstance(k, str) for k in value):
         raise SettingsError(f"kv_overrides is {value!r}: use a table of metadata keys and values")
     array = (lib.llama_model_kv_override * (len(value) + 1))()
     for entry, (key, new) in zip(array, value.items(), strict=False):
@@ -236,6 +243,8 @@ def _buffer_overrides(values: Mapping[str, object]) -> Iterable[tuple[str, str]]
             except re.error as error:
                 raise SettingsError(f"override_tensor {item!r}: {error}") from None
             yield pattern, buffer
+    if not isinstance(values.get("cpu_moe", False), bool):
+        raise SettingsError(f"cpu_moe is {values['cpu_moe']!r}: use true or false")
     if values.get("cpu_moe"):
         yield _EXPERTS, "CPU"
     layers = values.get("n_cpu_moe", 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import BlockId, Segment, Tokens
 from anaphora.cache.store import Lease, Piece, PrefixCache
 from anaphora.engine.llamacpp.cells import CellLedger
@@ -212,13 +213,6 @@ class LiveSequences:
             )
 
         return self._context.export(live.number, block.start, block.end, store)
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    count = min(len(a), len(b))
-    different = np.flatnonzero(a[:count] != b[:count])
-    return int(different[0]) if different.size else count
 
 
 def common_segments(a: Sequence[Segment], b: Sequence[Segment]) -> int:

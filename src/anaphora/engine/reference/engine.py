@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anaphora.cache.keys import BlockId, Tokens
-from anaphora.cache.store import Lease, Piece, PrefixCache
+from anaphora.cache.store import CacheStats, Lease, Piece, PrefixCache
 from anaphora.engine.protocol import (
     Done,
     Emit,
@@ -164,6 +164,9 @@ class ReferenceEngine:
         else:
             self._advance(running)
         return 0.0
+
+    def stats(self) -> CacheStats | None:
+        return None if self._cache is None else self._cache.stats()
 
     def close(self) -> None:
         for sequence in [self._running, *self._waiting, *self._background]:
