@@ -1,7 +1,7 @@
 """Faults that broke servers like this one, each as the smallest try through the library.
 
-On the tiny model with full counts; ``ANAPHORA_SOAK=1`` (``make soak``) runs them on the bundled
-model too. Answers are compared in ``exact`` mode with those of a cold twin: a second model without
+On the tiny model; ``ANAPHORA_SOAK=1`` (``make soak``) runs them on the bundled model too, with full
+counts. Answers are compared in ``exact`` mode with those of a cold twin: a second model without
 a cache.
 """
 
@@ -28,7 +28,7 @@ from anaphora.cache.disk import read_secret
 from anaphora.cache.files import read_header
 from anaphora.cache.format import Seals
 from anaphora.cache.keys import Segment, Tokens
-from anaphora.cache.store import Misses
+from anaphora.cache.store import CacheStats
 from anaphora.engine.protocol import CacheHints
 from anaphora.errors import SettingsError
 from tests.conftest import SOAK
@@ -347,10 +347,10 @@ def block_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/blocks/*/*"))
 
 
-def misses(model: Model) -> Misses:
+def stats_of(model: Model) -> CacheStats:
     stats = model.stats()
     assert stats is not None
-    return stats.misses
+    return stats
 
 
 def chain_files(folder: Path, tokens: Tokens, owner: str = "local") -> list[Path]:
@@ -438,11 +438,10 @@ class TestDamage:
         else:
             assert hit.usage.found.total == 512
             if kind == "gone":
-                stats = model.stats()
-                assert stats is not None
-                assert stats.broken_promises > 0
+                assert stats_of(model).misses.gone == 1
+                assert stats_of(model).broken_promises > 0
             else:
-                assert misses(model).damaged > 0
+                assert stats_of(model).misses.damaged > 0
         assert hit.usage.read_tokens <= 3000
         for prompt, answer in zip(others, answers, strict=True):
             assert model.generate(prompt, max_tokens=6, sampling=GREEDY).tokens == answer
@@ -479,10 +478,10 @@ class TestDamage:
         ours[2].write_bytes(theirs[2].read_bytes())
 
         model = load(exact=True)
-        before = misses(model).damaged
+        before = stats_of(model).misses.damaged
         hit = model.generate(tokens, max_tokens=12, sampling=GREEDY, cache=hints["ours"])
         assert (hit.usage.found.total, hit.tokens) == (512, answer)
-        assert misses(model).damaged == before + 1
+        assert stats_of(model).misses.damaged == before + 1
         other = model.generate(tokens, max_tokens=12, sampling=GREEDY, cache=hints["theirs"])
         assert (other.usage.found.disk, other.tokens) == (2944, answer)
         again = model.generate(tokens, max_tokens=12, sampling=GREEDY, cache=hints["ours"])
@@ -502,7 +501,7 @@ class TestDamage:
         hit = model.generate(tokens, max_tokens=12, sampling=GREEDY)
         assert hit.usage.found.total == 0
         assert hit.tokens == expected
-        assert misses(model).damaged > 0
+        assert stats_of(model).misses.damaged > 0
 
 
 class TestMemory:
@@ -544,10 +543,10 @@ class TestMemory:
             if number % 10 == 9:
                 model.generate([*house, 5], max_tokens=1)
             peak = max(peak, process.memory_info().rss)
-            stats = model.stats()
-            assert stats is not None
+            stats = stats_of(model)
             assert stats.memory_used <= stats.memory_budget
         last = model.generate([*house, 7], max_tokens=8, sampling=GREEDY)
+        stats = stats_of(model)
         assert last.tokens == expected
         slack = 64 << 20
         assert peak <= base + stats.memory_budget + slack

@@ -23,6 +23,7 @@ from anaphora.errors import (
     SettingsError,
     TemplateError,
 )
+from anaphora.model import _request
 from anaphora.prompt.conversation import Message
 from tests.conftest import TinyModel
 
@@ -230,6 +231,16 @@ def test_without_a_folder_the_cache_is_in_memory(load: Load) -> None:
     model = load(cache_dir=None)
     model.generate(DOCUMENT, max_tokens=2)
     assert model.generate(DOCUMENT, max_tokens=2).usage.computed_tokens == 1
+
+
+def test_a_stop_text_of_two_halves_is_the_character(load: Load) -> None:
+    model = load()
+    emoji = "\U0001f600"
+    force = Sampling(temperature=0.0, logit_bias={0xF0: 1e9}, stop=("\ud83d\ude00",))
+    stream = model.stream(DOCUMENT, max_tokens=1, sampling=force)
+    assert stream.reply.finish_reason == "length"
+    request = _request(model.tokenize("x"), 1, force, CacheHints())
+    assert request.sampling.stop == (emoji,)
 
 
 def test_stats_count_a_look_up_once_for_each_request(load: Load) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,7 +38,7 @@ from anaphora.engine.protocol import (
     Times,
 )
 from anaphora.errors import AnaphoraError, EngineError, PromptError
-from anaphora.prompt.conversation import Conversation, Message
+from anaphora.prompt.conversation import Conversation, Message, well_formed
 from anaphora.prompt.template import read_template
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
 from anaphora.settings import DEFAULT_CACHE_DIR, Settings
@@ -386,4 +386,6 @@ def _request(
     *,
     background: bool = False,
 ) -> Request:
+    if isinstance(sampling, Sampling):  # stop texts follow the rule for all text
+        sampling = replace(sampling, stop=tuple(well_formed(text) for text in sampling.stop))
     return Request(uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background)

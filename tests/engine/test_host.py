@@ -41,6 +41,9 @@ class Answering:
                 self._end(request_id, "length")
         return None
 
+    def stats(self) -> None:
+        return None
+
     def close(self) -> None:
         self.closed += 1
         for request_id in list(self._running):

@@ -79,6 +79,8 @@ class Recovered:
     entries: list[StoredEntry] = field(default_factory=list)
     damaged: int = 0
     """Files that were not what they should be; they are removed."""
+    gone: int = 0
+    """Files that the index knows and nothing stands in place of."""
     complete: bool = True
     """Whether the index was whole; else there may have been more entries."""
 
@@ -272,6 +274,7 @@ class DiskTier:
         """What is on disk, without reading a single payload."""
         found = Recovered(complete=not self._catalog.is_new)
         unlisted: dict[FileName, os.DirEntry[str]] = {}
+        replaced: set[FileName] = set()
         for entry, name in self._layout.listing():
             if name is None:
                 if entry.name.endswith(files.TEMPORARY):
@@ -280,8 +283,10 @@ class DiskTier:
                 unlisted[name] = entry
             else:
                 files.remove(Path(entry.path))
+                replaced.add(name)
                 found.damaged += 1
         self._recover_index(found, unlisted)
+        found.gone = sum((h.block.key, h.part) not in replaced for h in found.missing)
         for (key, part), entry in unlisted.items():
             found.complete = False
             try:

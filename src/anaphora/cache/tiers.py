@@ -248,6 +248,7 @@ class Tiers:
         assert disk is not None
         found = disk.recover()
         self.misses["damaged"] += found.damaged
+        self.misses["gone"] += found.gone
         for files, in_index in ((found.listed, True), (found.unlisted, False)):
             for header, last_used in files:
                 block = index.ensure(header.block)
