@@ -320,10 +320,15 @@ def _compare(
         engine.settle()
         engine.engine.release_idle()
 
+    def paired(name: str, reference: str) -> float:
+        """Median of the ratios within each round: a machine may change speed between rounds."""
+        pairs = zip(times[name], times[reference], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
     m = {name: statistics.median(values) for name, values in times.items()}
     saved = 1 - m["long hit"] / m["long cold"]
     rows = [
-        Row(f"cold, {PREFIX} tokens", m["cold"], m["loop cold"], m["cold"] / m["loop cold"], 1.05),
+        Row(f"cold, {PREFIX} tokens", m["cold"], m["loop cold"], paired("cold", "loop cold"), 1.05),
         Row(
             f"decode step at {PREFIX}",
             m["decode"],
@@ -337,14 +342,14 @@ def _compare(
             f"hit in live cells, {PREFIX} + {SUFFIX}",
             m["live"],
             m["loop suffix"],
-            m["live"] / m["loop suffix"],
+            paired("live", "loop suffix"),
             1.15,
         ),
         Row(
             f"hit in memory, {PREFIX} + {SUFFIX}",
             m["memory"],
             m["loop suffix"],
-            m["memory"] / m["loop suffix"],
+            paired("memory", "loop suffix"),
             1.15,
         ),
         Row(
