@@ -463,9 +463,9 @@ class LlamaEngine:
             must = self._exact or not self._sequences.has_free
             # Where masked cells cost, and shift kernels, a saved tail is better out of the way.
             wants = self._masked_cells_cost and hints.write
-            if whole or must or (wants and self._sequences.save(source)):
+            saved = not whole and (must or wants) and self._sequences.save(source)
+            if whole or must or saved:
                 if not whole:
-                    self._sequences.save(source)
                     self._sequences.cut(source, plan.shared)
                 self._sequences.take_over(source, hints.segments, kept=keeps)
                 return source
