@@ -23,6 +23,7 @@ from llama_cpp import llama_cpp as lib
 from anaphora.bundled import load_test_document
 from anaphora.cache.keys import Segment, Tokens
 from anaphora.clock import ManualClock
+from anaphora.engine.llamacpp.context import GRID
 from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.load import load_engine
 from anaphora.engine.llamacpp.params import build
@@ -232,9 +233,8 @@ def measure(
         rows, medians = _compare(engine, tokens, repeats, say)
     finally:
         engine.close()
-    warm = max(medians["live"], medians["memory"])
     restart, notes = _restart(
-        path, replace(settings, cache_dir=folder / "restart"), tokens, warm, repeats, say
+        path, replace(settings, cache_dir=folder / "restart"), tokens, repeats, say
     )
     moved = info.bytes_per_token * PREFIX
     notes = (
@@ -258,10 +258,10 @@ def _compare(
 ) -> tuple[list[Row], dict[str, float]]:
     loop = _Loop(engine.engine, engine.sampling)
     times: dict[str, list[float]] = {}
+    """One value a round."""
 
-    def note(name: str, seconds: float | Iterable[float]) -> None:
-        new = [seconds] if isinstance(seconds, float) else list(seconds)
-        times.setdefault(name, []).extend(new)
+    def note(name: str, *seconds: float) -> None:
+        times.setdefault(name, []).append(statistics.median(seconds))
 
     prefix, prompt = tokens[:PREFIX], tokens[: PREFIX + SUFFIX]
     loop.prefill(prefix)  # buffers are touched for the first time before anything is timed
@@ -273,7 +273,7 @@ def _compare(
         with _native_seconds() as native:
             (cold,) = engine.run(engine.request(prefix, DECODED, salt))
         note("cold", cold.first_token)
-        note("decode", cold.steps)
+        note("decode", *cold.steps)
         note("python", _python_share(cold.steps, native))
         engine.settle()
         (live,) = engine.run(engine.request(prompt, 1, salt))
@@ -290,7 +290,7 @@ def _compare(
         began = time.perf_counter()
         token = loop.prefill(prefix)
         note("loop cold", time.perf_counter() - began)
-        note("loop decode", loop.decode(token, PREFIX, DECODED - 1))
+        note("loop decode", *loop.decode(token, PREFIX, DECODED - 1))
         loop.context.truncate(0, PREFIX)
         time.sleep(REST)
         began = time.perf_counter()
@@ -300,10 +300,10 @@ def _compare(
 
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: {SEQUENCES} sequences on one prefix")
-        note("eight", _eight(engine, tokens, f"eight {number}"))
+        note("eight", *_eight(engine, tokens, f"eight {number}"))
         engine.settle()
         engine.engine.release_idle()
-        note("loop eight", _eight_plain(loop, tokens))
+        note("loop eight", *_eight_plain(loop, tokens))
         loop.clear()
 
     for number in range(repeats):
@@ -320,55 +320,56 @@ def _compare(
         engine.settle()
         engine.engine.release_idle()
 
-    def paired(name: str, reference: str) -> float:
-        """Median of the ratios within each round: a machine may change speed between rounds."""
-        pairs = zip(times[name], times[reference], strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
+    def row(
+        what: str, name: str, reference: str, ratio: float, bar: float, *, at_least: bool = False
+    ) -> Row:
+        return Row(what, medians[name], medians[reference], ratio, bar, at_least=at_least)
 
-    m = {name: statistics.median(values) for name, values in times.items()}
-    saved = 1 - m["long hit"] / m["long cold"]
+    def paired(name: str, reference: str) -> float:
+        return _paired(times[name], times[reference])
+
+    size = f"{PREFIX} + {SUFFIX}"
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    python = medians["python"]
     rows = [
-        Row(f"cold, {PREFIX} tokens", m["cold"], m["loop cold"], paired("cold", "loop cold"), 1.05),
-        Row(
+        row(f"cold, {PREFIX} tokens", "cold", "loop cold", paired("cold", "loop cold"), 1.05),
+        row(
             f"decode step at {PREFIX}",
-            m["decode"],
-            m["loop decode"],
-            m["loop decode"] / m["decode"],
+            "decode",
+            "loop decode",
+            paired("loop decode", "decode"),
             0.95,
             at_least=True,
         ),
-        Row("Python's own work, a token", m["python"], 150e-6, m["python"] / 150e-6, 1.0),
-        Row(
-            f"hit in live cells, {PREFIX} + {SUFFIX}",
-            m["live"],
-            m["loop suffix"],
-            paired("live", "loop suffix"),
-            1.15,
+        Row("Python's own work, a token", python, 150e-6, python / 150e-6, 1.0),
+        row(
+            f"hit in live cells, {size}", "live", "loop suffix", paired("live", "loop suffix"), 1.15
         ),
-        Row(
-            f"hit in memory, {PREFIX} + {SUFFIX}",
-            m["memory"],
-            m["loop suffix"],
-            paired("memory", "loop suffix"),
-            1.15,
+        row(
+            f"hit in memory, {size}", "memory", "loop suffix", paired("memory", "loop suffix"), 1.15
         ),
-        Row(
+        row(
             f"decode step, {SEQUENCES} on one {SHARED}-token prefix",
-            m["eight"],
-            m["loop eight"],
-            m["eight"] / m["loop eight"],
+            "eight",
+            "loop eight",
+            paired("eight", "loop eight"),
             1.2,
         ),
-        Row(
+        row(
             f"time saved, 95 % of {LONG} tokens cached",
-            m["long hit"],
-            m["long cold"],
-            saved,
+            "long hit",
+            "long cold",
+            1 - paired("long hit", "long cold"),
             0.9,
             at_least=True,
         ),
     ]
-    return rows, m
+    return rows, medians
+
+
+def _paired(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """Median of the ratios within each round: a machine may change its speed between rounds."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _eight(engine: _Engine, tokens: Tokens, salt: str) -> list[float]:
@@ -407,11 +408,11 @@ def _continued(tokens: Tokens, number: int) -> Tokens:
 
 
 def _restart(
-    path: Path, settings: Settings, tokens: Tokens, warm: float, repeats: int, say: Say
+    path: Path, settings: Settings, tokens: Tokens, repeats: int, say: Say
 ) -> tuple[Row, tuple[str, ...]]:
     """A hit from disk by a new engine, the block files' pages dropped beforehand.
 
-    ``warm`` is the time of the same hit in memory; what comes on top is judged against one
+    What it takes beyond the same hit in memory, by the same engine, is judged against one
     sequential read of the same files, as cold.
     """
     folder = settings.cache_dir
@@ -421,35 +422,46 @@ def _restart(
     writer.close()
     files = sorted(folder.glob("*/blocks/*/*"))
     size = sum(file.stat().st_size for file in files)
-    hits: list[float] = []
-    reads: dict[bool, list[float]] = {False: [], True: []}
+    hits, warm, reads = [], [], []
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: hit after a restart")
         reader = _Engine(path, settings)
         try:
-            for direct in (0, getattr(os, "O_DIRECT", 0)):
-                _drop_pages(files)
-                reads[bool(direct)].append(_read_all(files, direct))
+            # One decode call, as warm-up.
+            reader.run(reader.request(tokens[-GRID:], 1, "warm-up"))
+            reader.settle()
+            reader.engine.release_idle()
             _drop_pages(files)
             request = reader.request(tokens[: PREFIX + SUFFIX], 1, "restart")
             (run,) = reader.run(request)
             _expect(run.found.disk >= PREFIX, "the hit did not come from disk")
             hits.append(run.first_token)
+            reader.settle()
+            reader.engine.release_idle()
+            other = np.concatenate([tokens[:PREFIX], tokens[PREFIX + SUFFIX :][:SUFFIX]])
+            (run,) = reader.run(reader.request(other, 1, "restart"))
+            _expect(run.found.memory >= PREFIX, "the hit did not come from memory")
+            warm.append(run.first_token)
+            read = []
+            for direct in (0, getattr(os, "O_DIRECT", 0)):  # buffered or direct, the faster
+                _drop_pages(files)
+                read.append(_read_all(files, direct))
+            reads.append(min(read))
         finally:
             reader.close()
-    hit = statistics.median(hits)
-    read = min(map(statistics.median, reads.values()))  # buffered or direct, the faster
+    more = [hit - memory for hit, memory in zip(hits, warm, strict=True)]
+    hit, read_time, extra = map(statistics.median, (hits, reads, more))
     row = Row(
         f"hit after a restart, {PREFIX} + {SUFFIX}",
         hit,
-        warm + read,
-        (hit - warm) / read,
+        statistics.median(warm) + read_time,
+        _paired(more, reads),
         1.2,
     )
     return row, (
         f"after a restart {size / 1e6:.0f} MB come from disk: one cold sequential read takes "
-        f"{read * 1e3:.1f} ms ({size / read / 1e9:.2f} GB/s), the hit {(hit - warm) * 1e3:.1f} ms "
-        "more than from memory",
+        f"{read_time * 1e3:.1f} ms ({size / read_time / 1e9:.2f} GB/s), the hit "
+        f"{extra * 1e3:.1f} ms more than from memory",
     )
 
 
