@@ -20,7 +20,7 @@ from typing import Any
 
 from anaphora.errors import ConfigError, SettingsError
 from anaphora.keys import DEFAULT_KEYS_FILE
-from anaphora.settings import DEFAULT_CACHE_DIR, FlashAttention, Settings
+from anaphora.settings import DEFAULT_CACHE_DIR, EnginePlace, FlashAttention, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,12 @@ class Config:
     model: str | None = _option(
         None, _text, "A GGUF file, or hf:OWNER/REPO[:QUANT]. Default: the bundled model.", "MODEL"
     )
+    swap_model: tuple[str, ...] = _option(
+        (),
+        _texts,
+        "A further model, loaded in the other's place when a request names it; may be repeated.",
+        "[NAME=]MODEL",
+    )
 
     host: str = _option("127.0.0.1", _text, "Address to listen on.", "HOST")
     port: int = _option(8080, _integer(0, 65535), "Port to listen on; 0 picks one.", "PORT")
@@ -149,6 +155,13 @@ class Config:
         None, _integer(64), "Tokens one request can hold. Default: the model's own.", "TOKENS"
     )
     parallel: int = _option(4, _integer(1), "Requests computed at the same time.", "N")
+    engine: EnginePlace = _option(
+        "process",
+        _choice("thread", "process"),
+        "Where llama.cpp runs: in a process of its own, which is started again when it dies, or "
+        "on a thread of the server.",
+        "PLACE",
+    )
     threads: int | None = _option(None, _integer(1), "CPU threads.", "N")
     gpu_layers: int | None = _option(
         None, _integer(-1), "Layers on the GPU. Default: all, in a build for GPUs.", "N"
@@ -202,6 +215,7 @@ class Config:
                 block_size=self.block_size,
                 exact=self.exact,
                 context_size=self.ctx_size,
+                engine=self.engine,
                 parallel=self.parallel,
                 threads=self.threads,
                 gpu_layers=self.gpu_layers,

@@ -58,6 +58,10 @@ class EngineError(AnaphoraError):
     """The engine failed while it worked on a request."""
 
 
+class UnavailableError(EngineError):
+    """There is no engine at the moment: it died, or its model can't be loaded."""
+
+
 class ConfigError(AnaphoraError):
     """A server option that is unknown, has a bad value, or cannot work with the others."""
 

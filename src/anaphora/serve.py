@@ -19,7 +19,7 @@ from anaphora.api.serving import Serving
 from anaphora.config import Config
 from anaphora.errors import AddressError, ConfigError
 from anaphora.keys import Keys
-from anaphora.model import Model
+from anaphora.roster import Roster
 
 _CLOSING_SECONDS = 5
 """How long ended requests may take to tell their clients."""
@@ -66,14 +66,14 @@ class Server:
                 "'anaphora keys add NAME', or use 127.0.0.1 to serve this machine only"
             )
 
-    def run(self, load: Callable[[], Model], announce: Callable[[Model], None]) -> None:
+    def run(self, roster: Roster, announce: Callable[[], None]) -> None:
         """Serve until a SIGTERM or SIGINT, then end what runs and close the model.
 
-        ``announce`` is called when requests are taken. Raises what ``load`` does, and
+        ``announce`` is called when requests are taken. Raises what loading the model does, and
         :class:`~anaphora.errors.AddressError` where another server took the address meanwhile.
         """
-        with self._socket, load() as model:
-            serving = Serving(model, max_waiting=self._config.queue_size)
+        with self._socket, roster:
+            serving = Serving(roster, max_waiting=self._config.queue_size)
             app = create_app(serving, self._options(), self._keys)
             uvicorn_config = uvicorn.Config(
                 app,
@@ -82,9 +82,7 @@ class Server:
                 access_log=False,
                 timeout_graceful_shutdown=self._config.drain_seconds + _CLOSING_SECONDS,
             )
-            server = _Uvicorn(
-                uvicorn_config, serving, self._config.drain_seconds, lambda: announce(model)
-            )
+            server = _Uvicorn(uvicorn_config, serving, self._config.drain_seconds, announce)
             # uvicorn takes these signals while it runs, and raises them again at its end; then
             # the model still has to be closed.
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,7 +95,6 @@ class Server:
     def _options(self) -> Options:
         config = self._config
         return Options(
-            alias=config.alias,
             strict_model=config.strict_model,
             strict_max_tokens=config.strict_max_tokens,
             body_limit=config.max_body,

@@ -16,6 +16,7 @@ MOST_THREADS = 512
 """llama.cpp's own limit."""
 
 FlashAttention = Literal["auto", "on", "off"]
+EnginePlace = Literal["thread", "process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class Settings:
     """One request at a time, and a hit's logits equal a cold run's bit for bit."""
     context_size: int | None = None
     """Tokens one sequence can hold. Default: what the model was trained for, if memory allows."""
+    engine: EnginePlace = "thread"
+    """Where llama.cpp runs: on a ``thread`` of this process, or in a ``process`` of its own, which
+    is started again when it dies."""
     parallel: int = 4
     """Requests computed at the same time."""
     reserve_tokens: int = 1024
@@ -94,6 +98,8 @@ class Settings:
             raise SettingsError(f"threads is {self.threads}: use 1 to {MOST_THREADS}")
         if self.flash_attn not in ("auto", "on", "off"):
             raise SettingsError(f"flash_attn is {self.flash_attn!r}: use auto, on or off")
+        if self.engine not in ("thread", "process"):
+            raise SettingsError(f"engine is {self.engine!r}: use thread or process")
         for name in ("memory_budget", "disk_budget"):
             budget = getattr(self, name)
             if budget is not None and budget < 0:

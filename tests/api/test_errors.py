@@ -127,9 +127,10 @@ def test_a_page_from_elsewhere_is_turned_away(serve: Serve) -> None:
 
 
 def test_another_model_is_served_or_refused_where_that_is_wanted(serve: Serve) -> None:
-    server = serve(options=Options(alias="mine", strict_model=True, strict_max_tokens=True))
+    server = serve(options=Options(strict_model=True, strict_max_tokens=True))
     http = server.http()
-    assert http.post(CHAT, json={**HELLO, "model": "mine"}).json()["model"] == "mine"
+    name = server.model.path.stem
+    assert http.post(CHAT, json={**HELLO, "model": name}).json()["model"] == name
     error = assert_openai(http.post(CHAT, json={**HELLO, "model": "gpt-5"}), 404)
     assert error["code"] == "model_not_found"
     error = assert_openai(http.post(CHAT, json={**HELLO, "max_tokens": 10**9}), 400)

@@ -146,13 +146,13 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/messages", openapi_extra=takes(MessagesRequest))
     async def create_message(request: Request) -> Response:
         body, tenant, headers = await api.read(request, MessagesRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         cut = answer.request.max_tokens < body.max_tokens
         head = {
             "id": f"msg_{answer.request.id}",
             "type": "message",
             "role": "assistant",
-            "model": api.model_name,
+            "model": answer.model_name,
         }
         if body.stream:
             events = _events(answer, head, cut, api.options.heartbeat, request_id(request))
@@ -171,11 +171,10 @@ def router(api: Endpoint) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         body, _, headers = await api.read(request, CountRequest)
 
-        def count() -> int:
-            generation = Generation(body.conversation, 0, Sampling())
-            return len(prompt_tokens(api.serving.model, generation))
-
-        return JSONResponse({"input_tokens": await asyncio.to_thread(count)}, headers=headers)
+        generation = Generation(body.conversation, 0, Sampling())
+        async with api.serving.model(body.model) as (model, _):
+            tokens = await asyncio.to_thread(prompt_tokens, model, generation)
+        return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
     return routes
 

@@ -38,6 +38,7 @@ _BODIES: tuple[type[Body], ...] = (
     anthropic_messages.CountRequest,
     openai_completions.CompletionRequest,
     openai_responses.ResponsesRequest,
+    models.LoadRequest,
 )
 _PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic_messages, models)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,8 +13,20 @@ from anaphora.api.generation import Generation, prepare
 from anaphora.api.serving import Answer, Finished, Serving
 from anaphora.engine.protocol import Done
 from anaphora.keys import LOCAL, Keys, Tenant
+from anaphora.roster import Choice
 
 B = TypeVar("B", bound=edge.Body)
+
+
+class Wanted(Protocol):
+    """A body that wants an answer."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def generation(self) -> Generation: ...
+
 
 _QUICK = 16 << 10
 """Bytes of a body up to which it takes a few milliseconds at most to make a prompt of it."""
@@ -25,10 +36,8 @@ _QUICK = 16 << 10
 class Options:
     """How requests are treated."""
 
-    alias: str | None = None
-    """The model's name for clients. Default: its file's name."""
     strict_model: bool = False
-    """Refuse requests for a model of another name (404)."""
+    """Refuse requests for a model that is none of the server's (404)."""
     strict_max_tokens: bool = False
     """Refuse requests for more tokens than there is room for (400)."""
     body_limit: int = 32 << 20
@@ -47,7 +56,6 @@ class Endpoint:
     def __init__(self, serving: Serving, options: Options, keys: Keys | None) -> None:
         self.serving = serving
         self.options = options
-        self.model_name = options.alias or serving.model.path.stem
         self._keys = keys
 
     def tenant(self, request: Request) -> Tenant:
@@ -71,28 +79,40 @@ class Endpoint:
         tenant = self.tenant(request)
         body = await edge.read(request, kind, self.options.body_limit)
         model = getattr(body, "model", None)
-        if self.options.strict_model and model not in (None, self.model_name):
+        if self.options.strict_model and model is not None:
+            self.choice(model)
+        return body, tenant, edge.ignored(body)
+
+    def choice(self, name: str) -> Choice:
+        """The model called ``name``. Raises :class:`ApiError` 404."""
+        choice = self.serving.roster.find(name)
+        if choice.name != name:
             raise ApiError(
-                f"there is no model {model!r}: GET /v1/models names the one there is",
+                f"there is no model {name!r}: GET /v1/models names those there are",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        return body, tenant, edge.ignored(body)
+        return choice
 
-    async def submit(
-        self, request: Request, generation: Callable[[], Generation], tenant: Tenant
-    ) -> Answer:
-        """Hand a request to the engine; ``generation`` is called where that keeps nobody waiting.
+    async def submit(self, request: Request, body: Wanted, tenant: Tenant) -> Answer:
+        """Hand a request to the engine.
 
-        Raises what :meth:`Serving.submit` does.
+        Raises what :meth:`Serving.submit` does, and
+        :class:`~starlette.requests.ClientDisconnect` where nobody waits any more.
         """
-        strict, model = self.options.strict_max_tokens, self.serving.model
         length = request.headers.get("content-length", "")
-        return await self.serving.submit(
-            lambda: prepare(model, generation(), tenant, strict=strict),
+        strict = self.options.strict_max_tokens
+        submitting = self.serving.submit(
+            lambda model: prepare(model, body.generation, tenant, strict=strict),
+            model=body.model,
             quick=length.isdecimal() and int(length) <= _QUICK,
         )
+        # It may wait for another model to be loaded.
+        answer = await streams.while_connected(request.receive, submitting)
+        if answer is None:
+            raise ClientDisconnect
+        return answer
 
     async def whole(self, request: Request, answer: Answer) -> Finished:
         """The finished answer; the request is cancelled where its client leaves."""

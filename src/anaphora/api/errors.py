@@ -20,6 +20,7 @@ from anaphora.errors import (
     SettingsError,
     ShuttingDownError,
     TemplateError,
+    UnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def as_api_error(error: Exception) -> ApiError:
             headers = {"retry-after": str(error.retry_after)}
             code = "rate_limit_exceeded"
             return ApiError(str(error), status=429, code=code, headers=headers)
-        case ShuttingDownError():
+        case ShuttingDownError() | UnavailableError():
             return ApiError(str(error), status=503, headers={"retry-after": "5"})
         case PromptTooLongError():
             code = "context_length_exceeded"

@@ -23,8 +23,8 @@ class Metrics:
     def __init__(self, info: EngineInfo) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        model = Info("anaphora_model", "The loaded model.", registry=self._registry)
-        model.info({"engine": info.name, "model": info.model, "kind": info.kind})
+        self._model = Info("anaphora_model", "The loaded model.", registry=self._registry)
+        self.show(info)
         self._requests = Counter(
             "anaphora_http_requests",
             "HTTP requests that were answered, by route and status code.",
@@ -47,6 +47,10 @@ class Metrics:
         self._queued = self._histogram("queue_seconds", "From arrival to begin.")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to a token.")
         self._total = self._histogram("request_seconds", "From arrival to the end.")
+
+    def show(self, info: EngineInfo) -> None:
+        """Another model is loaded."""
+        self._model.info({"engine": info.name, "model": info.model, "kind": info.kind})
 
     def count_response(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

@@ -202,12 +202,12 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def create_chat_completion(request: Request) -> Response:
         body, tenant, headers = await api.read(request, ChatRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         head = {
             "id": f"chatcmpl-{answer.request.id}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": api.model_name,
+            "model": answer.model_name,
         }
         if body.stream:
             head["object"] = "chat.completion.chunk"

@@ -72,12 +72,12 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         body, tenant, headers = await api.read(request, CompletionRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         head = {
             "id": f"cmpl-{answer.request.id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": api.model_name,
+            "model": answer.model_name,
         }
         if body.stream:
             chunks = _chunks(answer, head, body.with_usage, api.options.heartbeat)

@@ -193,12 +193,12 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
     async def create_response(request: Request) -> Response:
         body, tenant, headers = await api.read(request, ResponsesRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         head = {
             "id": f"resp_{answer.request.id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": api.model_name,
+            "model": answer.model_name,
             **body.echo,
         }
         item_id = f"msg_{answer.request.id}"

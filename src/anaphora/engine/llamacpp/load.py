@@ -13,11 +13,13 @@ from anaphora.cache.disk import DiskTier, namespace_name
 from anaphora.cache.keys import root_key
 from anaphora.cache.store import PrefixCache
 from anaphora.clock import Clock, SystemClock
+from anaphora.engine.identity import check_complete
 from anaphora.engine.llamacpp import ggml, logs
 from anaphora.engine.llamacpp.context import GRID, LlamaContext
 from anaphora.engine.llamacpp.engine import LlamaEngine
-from anaphora.engine.llamacpp.model import LlamaModel
+from anaphora.engine.llamacpp.model import LlamaModel, reason
 from anaphora.engine.llamacpp.params import KV_TYPES, Params, build, rope_identity
+from anaphora.engine.llamacpp.vocabulary import LoadedVocabulary
 from anaphora.engine.protocol import Emit, EngineInfo
 from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError, SettingsError
 from anaphora.settings import Settings
@@ -73,6 +75,24 @@ def load_engine(
     except BaseException:
         model.close()
         raise
+
+
+def load_vocabulary(path: Path, settings: Settings) -> LoadedVocabulary:
+    """The vocabulary alone of the model at ``path``, without its weights; close it after use.
+
+    Raises :class:`~anaphora.errors.ModelNotFoundError` and
+    :class:`~anaphora.errors.ModelFileError`.
+    """
+    logs.route()
+    lib.llama_backend_init()
+    params = build(settings)
+    params.model.vocab_only = True
+    check_complete(path)
+    with logs.errors() as errors:
+        pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
+    if not pointer:
+        raise ModelFileError(f"{path} can't be loaded: {reason(errors)}; try another file")
+    return LoadedVocabulary(pointer)
 
 
 def identity(model: LlamaModel, params: Params, settings: Settings) -> dict[str, str]:

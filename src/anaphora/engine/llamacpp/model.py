@@ -53,7 +53,7 @@ class LlamaModel:
             self.pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
         if not self.pointer:
             advice = "try without the llama.cpp parameters" if altered else "try another file"
-            raise ModelFileError(f"{path} can't be loaded: {_reason(errors)}; {advice}")
+            raise ModelFileError(f"{path} can't be loaded: {reason(errors)}; {advice}")
         try:
             self._vocabulary = LlamaVocabulary(self.pointer)
             self.metadata: Mapping[str, str] = _metadata(self.pointer)
@@ -139,7 +139,7 @@ def _metadata(model: Any) -> dict[str, str]:
     return found
 
 
-def _reason(errors: Sequence[str]) -> str:
+def reason(errors: Sequence[str]) -> str:
     """What llama.cpp said first about why: its last words only say that it failed."""
     prefix = "error loading model: "
     reasons = [line.partition(prefix)[2] for line in errors if prefix in line]
