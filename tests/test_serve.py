@@ -11,14 +11,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from anaphora.keys import KeyFile
+from tests.conftest import TinyModel
 from tests.test_cli import run
 from tests.tiny_models import CONTROL, VOCABULARY
 
@@ -37,8 +41,10 @@ class Served:
         assert match, self.shown
         return match[1]
 
-    def ask(self, max_tokens: int = 4, **options: object) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": max_tokens}
+    def ask(
+        self, max_tokens: int = 4, content: str = DOCUMENT, **options: object
+    ) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60, **options)  # type: ignore[arg-type]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -54,8 +60,10 @@ def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     """``start(*arguments)``: a server on a port of its own, when it takes requests."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_(*arguments: object, env: dict[str, str] | None = None) -> Served:
-        command = [sys.executable, "-m", "anaphora.cli", "serve", str(tiny_llama), "--port", "0"]
+    def start_(
+        *arguments: object, env: dict[str, str] | None = None, model: Path = tiny_llama
+    ) -> Served:
+        command = [sys.executable, "-m", "anaphora.cli", "serve", str(model), "--port", "0"]
         command += ["--cache-dir", str(tmp_path / "cache"), "--threads", "1"]
         command += ["--memory-budget", "64MiB", "--disk-budget", "1GiB"]
         command += ["--keys-file", str(tmp_path / "keys.json"), *map(str, arguments)]
@@ -274,3 +282,71 @@ def assert_one_line(failed: subprocess.CompletedProcess[str]) -> None:
     lines = failed.stderr.strip().splitlines()
     assert len(lines) == 1, failed.stderr
     assert lines[0].startswith("anaphora: ")
+
+
+def test_two_servers_on_one_folder(start: Start, tmp_path: Path) -> None:
+    shared = [f"shared {number} {DOCUMENT}" for number in range(5)]
+    first, second = start(), start()
+    with ThreadPoolExecutor(4) as threads:
+        answers = [
+            threads.submit(server.ask, content=text)
+            for number in range(5)
+            for server in (first, second)
+            for text in (shared[number], f"only {server.url} {number} {DOCUMENT}")
+        ]
+        assert {answer.result().status_code for answer in answers} == {200}
+    assert "caches in memory only" in (tmp_path / "stderr").read_text()
+    first.stop()
+    again = start()
+    assert cached(again.ask(content=shared[0])) > 256
+    again.process.kill()
+    again.process.wait()
+    assert second.ask(content=shared[1]).status_code == 200
+    # Nobody holds the folder any more, and nothing in it is spoiled.
+    last = start()
+    assert cached(last.ask(content=shared[0])) > 256
+    assert cached(last.ask(content=shared[4])) > 256
+    last.stop()
+    assert second.stop() == 0
+    checked = run("cache", "verify", "--cache-dir", str(tmp_path / "cache"))
+    assert checked.returncode == 0, checked.stdout
+    size = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+    assert size < 1 << 30
+
+
+def test_servers_of_different_models_share_a_folder(
+    start: Start, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    first = start()
+    other = start(model=tiny_model("llama", seed=5))
+    assert "caches in memory only" not in (tmp_path / "stderr").read_text()
+    assert first.ask().status_code == other.ask().status_code == 200
+    for server in (first, other):
+        server.stop()
+    assert cached(start(model=tiny_model("llama", seed=5)).ask()) > 256
+    assert cached(start().ask()) > 256
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+def test_killed_with_its_engine_it_starts_again_with_what_was_written(
+    start: Start, tmp_path: Path, engine: str
+) -> None:
+    server = start("--engine", engine)
+    server.ask()
+    folder = tmp_path / "cache"
+    while not list(folder.glob("*/blocks/*/*")):  # an idle engine writes within seconds
+        time.sleep(0.05)
+    time.sleep(0.5)
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == (engine == "process")
+    server.process.kill()
+    server.process.wait()
+    psutil.wait_procs(children, 10)
+    again = start("--engine", engine)
+    assert cached(again.ask()) > 256
+    assert "memory only" not in (tmp_path / "stderr").read_text()
+
+
+def cached(response: httpx.Response) -> int:
+    tokens: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens

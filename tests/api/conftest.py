@@ -80,7 +80,8 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The value of a metric, over all its labels."""
-        lines = self.http().get("/metrics").text.splitlines()
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return sum(float(value) for sample, value in values if sample.split("{")[0] == name)
 
