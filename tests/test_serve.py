@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,13 @@ from tests.test_cli import run
 from tests.tiny_models import CONTROL, VOCABULARY
 
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+
+ENDLESS = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 190_000,
+    "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
+}
+"""A request that goes on and on: the tokens that would end it are banned."""
 
 
 @dataclass
@@ -130,12 +139,7 @@ def test_a_stream_in_flight_is_finished_when_there_is_time(start: Start) -> None
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path: Path) -> None:
     served = start("--drain-seconds", 0)
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8000,
-        "stream": True,
-        "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
-    }
+    body = {**ENDLESS, "stream": True}
     with httpx.stream(
         "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
     ) as response:
@@ -150,6 +154,56 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path:
 
 def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_runs_at_once_and_properly(
+    start: Start, tmp_path: Path, number: int
+) -> None:
+    served = start("--drain-seconds", 3600, "--ctx-size", 200_000)
+    cold = served.ask().json()["usage"]["prompt_tokens"]
+    url = f"{served.url}/v1/chat/completions"
+    with (
+        ThreadPoolExecutor() as threads,
+        httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=60) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        whole = threads.submit(httpx.post, url, json=ENDLESS, timeout=60)
+        while "running 2.0" not in httpx.get(f"{served.url}/metrics").text:
+            pass
+        served.process.send_signal(number)
+        while listens(served):
+            pass
+        served.process.send_signal(number)
+        rest = list(lines)
+        refused = whole.result()
+    assert any('"error"' in line for line in rest), rest[-4:]
+    assert refused.status_code == 503
+    assert "stopping" in refused.json()["error"]["message"]
+    assert served.process.wait(30) == 0
+    assert served.process.stdout is not None
+    assert "stopped" in served.process.stdout.read()
+    assert (tmp_path / "stderr").read_text() == ""
+    warm = start().ask().json()["usage"]
+    assert warm["prompt_tokens_details"]["cached_tokens"] == cold
+
+
+def test_a_connection_that_does_not_end_is_closed(start: Start, tmp_path: Path) -> None:
+    served = start("--drain-seconds", 3600)
+    address = httpx.URL(served.url)
+    with socket.create_connection((address.host, address.port or 0), 60) as client:
+        head = "host: localhost\r\nexpect: 100-continue\r\ncontent-length: 9"
+        client.sendall(f"POST /v1/messages HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        assert b"100" in client.recv(100), "the body is waited for"
+        served.process.send_signal(signal.SIGINT)
+        while listens(served):
+            pass
+        served.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+    assert served.process.wait(30) == 0
+    assert (tmp_path / "stderr").read_text() == ""
+
+
     acme, acme4 = file.add("42", "acme"), file.add("2", "acme4")
     served = start("--host", "0.0.0.0")
     assert "YOUR_KEY" in served.shown
@@ -274,3 +328,13 @@ def assert_one_line(failed: subprocess.CompletedProcess[str]) -> None:
     lines = failed.stderr.strip().splitlines()
     assert len(lines) == 1, failed.stderr
     assert lines[0].startswith("anaphora: ")
+def listens(served: Served) -> bool:
+    """Whether it takes connections."""
+    address = httpx.URL(served.url)
+    try:
+        socket.create_connection((address.host, address.port or 0), 60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
