@@ -23,7 +23,7 @@ from anaphora.cache.format import Header, Seals
 from anaphora.cache.keys import Segment, link
 from anaphora.cli import app
 from anaphora.config import FIELDS, load_config, spelled, variable
-from anaphora.engine.llamacpp.params import PASS_THROUGH
+from anaphora.engine.llamacpp.params import PASS_THROUGH, build
 from tests.test_serve import Start, start  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,18 @@ def test_every_option_of_the_server_is_there_with_its_default() -> None:
 def test_the_configuration_file_of_the_server_page_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "anaphora.toml"
     file.write_text(code(SERVER, "toml"))
-    assert load_config({}, {}, file).disk_budget == 200 << 30
+    config = load_config({}, {}, file)
+    assert config.disk_budget == 200 << 30
+    for name, value in config.llama:
+        build(Settings(llama={name: value}))
+
+
+def test_parameters_of_llama_cpp_on_the_server_page_are_among_them() -> None:
+    text = section(SERVER, "Options").split("### Parameters of llama.cpp")[1]
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 10
+    assert named <= set(PASS_THROUGH)
 
 
 def test_every_parameter_of_llama_cpp_is_named() -> None:

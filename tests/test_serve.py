@@ -20,11 +20,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from anaphora.cache.inspect import list_namespaces
+from anaphora.engine.identity import model_digest
 from anaphora.keys import KeyFile
 from tests.test_cli import run
 from tests.tiny_models import CONTROL, VOCABULARY
-
-DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
 ENDLESS = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -32,6 +32,8 @@ ENDLESS = {
     "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
 }
 """A request that goes on and on: the tokens that would end it are banned."""
+
+DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
 
 @dataclass
@@ -152,8 +154,6 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path:
     assert "Traceback" not in (tmp_path / "stderr").read_text()
 
 
-def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
-    file = KeyFile(tmp_path / "keys.json")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_what_runs_at_once_and_properly(
     start: Start, tmp_path: Path, number: int
@@ -204,6 +204,8 @@ def test_a_connection_that_does_not_end_is_closed(start: Start, tmp_path: Path) 
     assert (tmp_path / "stderr").read_text() == ""
 
 
+def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
     acme, acme4 = file.add("42", "acme"), file.add("2", "acme4")
     served = start("--host", "0.0.0.0")
     assert "YOUR_KEY" in served.shown
@@ -227,6 +229,18 @@ def test_a_key_may_come_from_the_environment(start: Start) -> None:
     assert served.ask().status_code == 401
     assert served.ask(headers={"x-api-key": "sesame"}).status_code == 200
     assert "sesame" not in served.shown
+
+
+def test_adapters_and_parameters_of_llama_cpp_are_the_models(
+    start: Start, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    options = ("--adapter", f"{tiny_adapter}:0.5", "--llama", "rope_freq_base=20000")
+    served = start(*options, env={"ANAPHORA_LLAMA": "n_batch=none,of=these"})
+    assert served.ask().status_code == 200
+    assert served.stop() == 0
+    (info,) = list_namespaces(tmp_path / "cache")
+    assert info.identity["adapters"] == f"{model_digest(tiny_adapter)}@0.5"
+    assert info.identity["rope_freq_base"] == "20000.0"
 
 
 def test_other_names_are_refused_without_keys(start: Start) -> None:
@@ -292,8 +306,14 @@ def test_two_that_start_at_once_do_not_both_take_the_port(tiny_llama: Path, tmp_
         (("--port", "http"), "--port is 'http'"),
         (("--host", "no.such.host.invalid"), "no address of this machine"),
         (("--host", "192.0.2.1"), "no address of this machine"),
-        (("--kv-type", "q99"), "kv_type"),
-        (("--block-size", "100"), "block-size is 100"),
+        (("--kv-type", "q99"), "--kv-type is 'q99': use K or K,V"),
+        (("--kv-type", "q8_0,q8_0", "--flash-attn", "off"), "--kv-type is 'q8_0,q8_0', and"),
+        (("--block-size", "100"), "--block-size is 100"),
+        (("--ctx-size", "2000000000"), "use a smaller context"),
+        (("--llama", "n_ctx=5"), "--llama has 'n_ctx', which is no llama.cpp parameter"),
+        (("--llama", "n_batch=many"), "--llama has n_batch = 'many'"),
+        (("--llama", "n_batch"), "--llama is ['n_batch']: use NAME=VALUE"),
+        (("--adapter", "/nowhere-adapter.gguf"), "nowhere-adapter.gguf"),
         (("--memory-budget", "8G"), "8GiB"),
         (("--config", "/nowhere.toml"), "nowhere.toml"),
         (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
@@ -313,6 +333,16 @@ def test_a_missing_model_is_one_line(tmp_path: Path, name: str) -> None:
     assert_one_line(serve(name, tmp_path))
 
 
+def listens(served: Served) -> bool:
+    """Whether it takes connections."""
+    address = httpx.URL(served.url)
+    try:
+        socket.create_connection((address.host, address.port or 0), 60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
 def arguments(model: object, folder: Path, *options: object) -> list[str]:
     fixed = ("serve", model, "--cache-dir", folder, "--keys-file", folder / "keys.json")
     return [str(item) for item in (*fixed, "--threads", 1, *options)]
@@ -328,13 +358,3 @@ def assert_one_line(failed: subprocess.CompletedProcess[str]) -> None:
     lines = failed.stderr.strip().splitlines()
     assert len(lines) == 1, failed.stderr
     assert lines[0].startswith("anaphora: ")
-def listens(served: Served) -> bool:
-    """Whether it takes connections."""
-    address = httpx.URL(served.url)
-    try:
-        socket.create_connection((address.host, address.port or 0), 60).close()
-    except ConnectionError:
-        return False
-    return True
-
-
