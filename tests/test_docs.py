@@ -174,6 +174,12 @@ def test_the_configuration_file_of_the_server_page_can_be_read(tmp_path: Path) -
         build(Settings(llama={name: value}))
 
 
+def test_builds_for_gpus_are_of_the_llama_cpp_that_is_used() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set(re.findall(r"llama-cpp-python==[\d.]+", section(SERVER, "GPUs")))
+    assert named == {text for text in project["dependencies"] if text.startswith("llama-cpp")}
+
+
 def test_parameters_of_llama_cpp_on_the_server_page_are_among_them() -> None:
     text = section(SERVER, "Options").split("### Parameters of llama.cpp")[1]
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
@@ -198,6 +204,7 @@ def test_every_command_is_in_the_readme_and_every_option_where_it_is_explained()
 
 def test_no_option_is_explained_that_there_is_not() -> None:
     every = {"--version"}
+    every |= {"--no-binary", "--no-cache-dir"}  # pip's
     for _, command in commands(typer.main.get_command(app)):
         every.update(*((*p.opts, *p.secondary_opts) for p in command.params))
     for page in README, SERVER:
