@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ import pytest
 from anaphora import GREEDY, Model, __version__
 from anaphora.config import FIELDS, spelled
 
+COMMAND = (sys.executable, "-m", "anaphora.cli")
+
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "anaphora.cli", *map(str, arguments)]
+    command = [*COMMAND, *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "120", **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -35,6 +39,109 @@ def test_version_and_help() -> None:
     shown = run("--help").stdout
     for command in ("serve", "chat", "selftest", "keys", "demo", "bench", "cache"):
         assert command in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("serve", "--prot", "80"), "No such option: --prot"),
+        (("serve", "a.gguf", "b.gguf"), "unexpected extra argument"),
+        (("serve", "--port"), "--port"),
+        (("chat", "--max-tokens", "0"), "--max-tokens"),
+        (("bench", "--repeats", "many"), "--repeats"),
+        (("keys", "add"), "Missing argument"),
+        (("cache", "list"), "No such command 'list'"),
+        (("--colour",), "No such option: --colour"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_line_that_names_the_help(arguments: tuple[str, ...], says: str) -> None:
+    failed = run(*arguments)
+    assert failed.returncode == 2
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("anaphora: ")
+    assert says in line
+    assert line.endswith("--help')")
+    assert failed.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("keys",), ("cache",)], ids=str)
+def test_a_command_without_its_part_shows_its_help(arguments: tuple[str, ...]) -> None:
+    shown = run(*arguments)
+    assert shown.returncode == 2
+    assert "Commands" in shown.stdout
+    assert shown.stderr == ""
+
+
+@pytest.fixture
+def script() -> Path:
+    """The command as it is installed."""
+    return Path(sys.executable).with_name("anaphora")
+
+
+def completed(script: Path, shell: str, line: str) -> str:
+    """What the command offers to a shell for the end of ``line``."""
+    words = line.split(" ")
+    env = {"_ANAPHORA_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
+    env |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    env |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = subprocess.run(
+        [script], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_and_options_are_completed(script: Path, shell: str) -> None:
+    offered = completed(script, shell, "anaphora se")
+    assert "serve" in offered
+    assert "selftest" in offered
+    assert "cache" not in offered
+    assert "verify" in completed(script, shell, "anaphora cache v")
+    offered = completed(script, shell, "anaphora serve --kv")
+    assert "--kv-type" in offered
+    assert "--port" not in offered
+
+
+def test_bash_completes_with_what_show_completion_prints(script: Path) -> None:
+    code = f"""
+        PATH={script.parent}:$PATH
+        source <(anaphora --show-completion; true)
+        COMP_WORDS=(anaphora se) COMP_CWORD=1
+        _anaphora_completion anaphora
+        printf '%s ' "${{COMPREPLY[@]}}"
+        complete -p anaphora
+    """
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[:2] == ["serve", "selftest"], done.stderr
+    assert "-F _anaphora_completion anaphora" in done.stdout
+
+
+def test_completion_is_installed_where_the_shell_reads_it(script: Path, tmp_path: Path) -> None:
+    installed = subprocess.run(
+        ["bash", "-c", f"{script} --install-completion; true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert "bash completion installed" in installed.stdout, installed.stderr
+    assert "anaphora.sh" in (tmp_path / ".bashrc").read_text()
+    assert "complete_bash" in (tmp_path / ".bash_completions" / "anaphora.sh").read_text()
+
+
+def test_ctrl_c_is_no_traceback(tiny_llama: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", str(tiny_llama), "--cache-dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("selftest-*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert shown == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cache_ls_lists_every_namespace(filled: Path) -> None:

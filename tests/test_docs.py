@@ -203,7 +203,7 @@ def test_every_command_is_in_the_readme_and_every_option_where_it_is_explained()
 
 
 def test_no_option_is_explained_that_there_is_not() -> None:
-    every = {"--version"}
+    every = {"--version", "--install-completion", "--show-completion"}
     every |= {"--no-binary", "--no-cache-dir"}  # pip's
     for _, command in commands(typer.main.get_command(app)):
         every.update(*((*p.opts, *p.secondary_opts) for p in command.params))
