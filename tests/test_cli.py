@@ -14,6 +14,7 @@ import pytest
 
 from anaphora import GREEDY, Model, __version__
 from anaphora.config import FIELDS, spelled
+from anaphora.scratch import scratch_folder
 
 COMMAND = (sys.executable, "-m", "anaphora.cli")
 
@@ -208,6 +209,42 @@ def test_cache_clear_refuses_what_is_in_use(tiny_llama: Path, tmp_path: Path) ->
     assert cleared.returncode == 0
     assert "MiB freed" in cleared.stdout
     assert list(tmp_path.glob("*/blocks/*/*")) == []
+
+
+def test_cache_clear_deletes_what_killed_runs_left_and_no_more(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    names = ("bench-x", "demo-y", "selftest-z", "demonstration", "models")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "block").write_bytes(bytes(1 << 20))
+    outside = tmp_path.with_name("outside")
+    outside.mkdir()
+    (tmp_path / "bench-link").symlink_to(outside)
+    with scratch_folder(tmp_path, "demo") as used:
+        listed = run("cache", "ls", "--cache-dir", tmp_path).stdout
+        assert "left by runs that were killed: bench-x, demo-y, selftest-z;" in listed
+        one = run("cache", "clear", "--cache-dir", tmp_path, "--model", tiny_llama)
+        assert one.stdout == "0.0 MiB freed\n"
+        every = run("cache", "clear", "--cache-dir", tmp_path)
+        assert every.stdout == "3.0 MiB freed\n"
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"demonstration", "models", "bench-link", used.name}
+    assert outside.is_dir()
+    assert not used.exists()
+    assert "left by" not in run("cache", "ls", "--cache-dir", tmp_path).stdout
+
+
+def test_a_killed_run_leaves_what_clear_deletes(tiny_llama: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", str(tiny_llama), "--cache-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob("selftest-*/*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert "left by" not in run("cache", "ls", "--cache-dir", tmp_path).stdout
+        process.kill()
+    assert run("cache", "clear", "--cache-dir", tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_demo_asks_three_times_and_hits_twice(tiny_llama: Path, tmp_path: Path) -> None:
