@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,10 +22,19 @@ import httpx
 import psutil
 import pytest
 
+from anaphora.cache.inspect import list_namespaces
+from anaphora.engine.identity import model_digest
 from anaphora.keys import KeyFile
 from tests.conftest import TinyModel
 from tests.test_cli import run
 from tests.tiny_models import CONTROL, VOCABULARY
+
+ENDLESS = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 190_000,
+    "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
+}
+"""A request that goes on and on: the tokens that would end it are banned."""
 
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
@@ -138,12 +148,7 @@ def test_a_stream_in_flight_is_finished_when_there_is_time(start: Start) -> None
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path: Path) -> None:
     served = start("--drain-seconds", 0)
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8000,
-        "stream": True,
-        "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
-    }
+    body = {**ENDLESS, "stream": True}
     with httpx.stream(
         "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
     ) as response:
@@ -154,6 +159,56 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path:
     assert any('"error"' in line for line in rest), rest[-4:]
     assert served.process.wait(30) == 0
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_runs_at_once_and_properly(
+    start: Start, tmp_path: Path, number: int
+) -> None:
+    served = start("--drain-seconds", 3600, "--ctx-size", 200_000)
+    cold = served.ask().json()["usage"]["prompt_tokens"]
+    url = f"{served.url}/v1/chat/completions"
+    with (
+        ThreadPoolExecutor() as threads,
+        httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=60) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        whole = threads.submit(httpx.post, url, json=ENDLESS, timeout=60)
+        while "running 2.0" not in httpx.get(f"{served.url}/metrics").text:
+            pass
+        served.process.send_signal(number)
+        while listens(served):
+            pass
+        served.process.send_signal(number)
+        rest = list(lines)
+        refused = whole.result()
+    assert any('"error"' in line for line in rest), rest[-4:]
+    assert refused.status_code == 503
+    assert "stopping" in refused.json()["error"]["message"]
+    assert served.process.wait(30) == 0
+    assert served.process.stdout is not None
+    assert "stopped" in served.process.stdout.read()
+    assert (tmp_path / "stderr").read_text() == ""
+    warm = start().ask().json()["usage"]
+    assert warm["prompt_tokens_details"]["cached_tokens"] == cold
+
+
+def test_a_connection_that_does_not_end_is_closed(start: Start, tmp_path: Path) -> None:
+    served = start("--drain-seconds", 3600)
+    address = httpx.URL(served.url)
+    with socket.create_connection((address.host, address.port or 0), 60) as client:
+        head = "host: localhost\r\nexpect: 100-continue\r\ncontent-length: 9"
+        client.sendall(f"POST /v1/messages HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        assert b"100" in client.recv(100), "the body is waited for"
+        served.process.send_signal(signal.SIGINT)
+        while listens(served):
+            pass
+        served.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+    assert served.process.wait(30) == 0
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
@@ -181,6 +236,18 @@ def test_a_key_may_come_from_the_environment(start: Start) -> None:
     assert served.ask().status_code == 401
     assert served.ask(headers={"x-api-key": "sesame"}).status_code == 200
     assert "sesame" not in served.shown
+
+
+def test_adapters_and_parameters_of_llama_cpp_are_the_models(
+    start: Start, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    options = ("--adapter", f"{tiny_adapter}:0.5", "--llama", "rope_freq_base=20000")
+    served = start(*options, env={"ANAPHORA_LLAMA": "n_batch=none,of=these"})
+    assert served.ask().status_code == 200
+    assert served.stop() == 0
+    (info,) = list_namespaces(tmp_path / "cache")
+    assert info.identity["adapters"] == f"{model_digest(tiny_adapter)}@0.5"
+    assert info.identity["rope_freq_base"] == "20000.0"
 
 
 def test_other_names_are_refused_without_keys(start: Start) -> None:
@@ -246,8 +313,14 @@ def test_two_that_start_at_once_do_not_both_take_the_port(tiny_llama: Path, tmp_
         (("--port", "http"), "--port is 'http'"),
         (("--host", "no.such.host.invalid"), "no address of this machine"),
         (("--host", "192.0.2.1"), "no address of this machine"),
-        (("--kv-type", "q99"), "kv_type"),
-        (("--block-size", "100"), "block-size is 100"),
+        (("--kv-type", "q99"), "--kv-type is 'q99': use K or K,V"),
+        (("--kv-type", "q8_0,q8_0", "--flash-attn", "off"), "--kv-type is 'q8_0,q8_0', and"),
+        (("--block-size", "100"), "--block-size is 100"),
+        (("--ctx-size", "2000000000"), "use a smaller context"),
+        (("--llama", "n_ctx=5"), "--llama has 'n_ctx', which is no llama.cpp parameter"),
+        (("--llama", "n_batch=many"), "--llama has n_batch = 'many'"),
+        (("--llama", "n_batch"), "--llama is ['n_batch']: use NAME=VALUE"),
+        (("--adapter", "/nowhere-adapter.gguf"), "nowhere-adapter.gguf"),
         (("--memory-budget", "8G"), "8GiB"),
         (("--config", "/nowhere.toml"), "nowhere.toml"),
         (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
@@ -265,6 +338,16 @@ def test_bad_settings_are_one_line(
 @pytest.mark.parametrize("name", ["/nowhere.gguf", "hf:nothing", "hf:../..", "/dev/null", "/tmp"])
 def test_a_missing_model_is_one_line(tmp_path: Path, name: str) -> None:
     assert_one_line(serve(name, tmp_path))
+
+
+def listens(served: Served) -> bool:
+    """Whether it takes connections."""
+    address = httpx.URL(served.url)
+    try:
+        socket.create_connection((address.host, address.port or 0), 60).close()
+    except ConnectionError:
+        return False
+    return True
 
 
 def arguments(model: object, folder: Path, *options: object) -> list[str]:

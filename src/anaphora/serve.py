@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 
@@ -80,7 +81,6 @@ class Server:
                 ws="none",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=self._config.drain_seconds + _CLOSING_SECONDS,
             )
             server = _Uvicorn(uvicorn_config, serving, self._config.drain_seconds, announce)
             # uvicorn takes these signals while it runs, and raises them again at its end; then
@@ -128,16 +128,36 @@ class _Uvicorn(uvicorn.Server):
         self._serving = serving
         self._grace = grace
         self._announce = announce
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A second signal: not uvicorn's own way, which breaks off what it can't wait for.
+        self._hurried = self.should_exit
+        super().handle_exit(signal.SIGTERM, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._serving.drain(self._grace))
+        ending = asyncio.create_task(self._end())
         await super().shutdown(sockets)
-        if not self.force_exit:
-            await draining
+        await ending
+
+    async def _end(self) -> None:
+        """End the engine's requests, and then connections that don't close by themselves."""
+        draining = asyncio.create_task(self._serving.drain(self._grace))
+        seconds, left = 0.1, self._grace + _CLOSING_SECONDS
+        while self.server_state.connections and left > 0:
+            if self._hurried:
+                left = min(left, _CLOSING_SECONDS)
+            if left <= _CLOSING_SECONDS:
+                await self._serving.drain(0)
+            await asyncio.sleep(seconds)
+            left -= seconds
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await draining
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -819,7 +819,7 @@ class TestBadInput:
             assert "\n" not in str(caught.value)
 
     def test_a_context_that_fits_no_memory(self, open_driver: Open) -> None:
-        with pytest.raises(ContextMemoryError, match="context_size"):
+        with pytest.raises(ContextMemoryError, match="smaller context"):
             open_driver(context_size=2_000_000_000)
 
     @pytest.mark.parametrize(

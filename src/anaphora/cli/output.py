@@ -22,10 +22,10 @@ out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, and exit code 1."""
+def fail(message: str, code: int = 1) -> NoReturn:
+    """One line on stderr, and the exit code."""
     err.print(f"anaphora: {message}", markup=False, soft_wrap=True)
-    sys.exit(1)
+    sys.exit(code)
 
 
 def find_model(name: str | None, cache_dir: Path) -> Path:

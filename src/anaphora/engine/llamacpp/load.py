@@ -63,7 +63,9 @@ def load_engine(
     params = build(settings)
     micro = int(params.context.n_ubatch)
     if settings.exact and micro % GRID:
-        raise SettingsError(f"n_ubatch is {micro}: use a multiple of {GRID} with exact")
+        raise SettingsError(
+            f"has n_ubatch = {micro}: use a multiple of {GRID} with exact", setting="llama"
+        )
     model = LlamaModel(path, params, settings.adapters, altered=bool(settings.llama))
     try:
         if not model.decodes:
@@ -229,7 +231,7 @@ def _fit(
         if size * cell_bytes > room:
             raise ContextMemoryError(
                 f"a context of {size} tokens needs {size * cell_bytes >> 20} MiB and "
-                f"{room >> 20} MiB are free: use a smaller context_size or kv_type q8_0"
+                f"{room >> 20} MiB are free: use a smaller context, or q8_0 as KV type"
             )
     return size, max(size, min(size * parallel, most))
 

@@ -126,7 +126,9 @@ class LlamaModel:
             pointer = lib.llama_adapter_lora_init(self.pointer, str(path).encode())
         if not pointer:
             why = errors[-1] if errors else "llama.cpp gives no reason"
-            raise SettingsError(f"the adapter {path} doesn't fit the model: {why}")
+            raise SettingsError(
+                f"has {path}, which doesn't fit the model: {why}", setting="adapters"
+            )
         return pointer, adapter.scale, digest
 
 
