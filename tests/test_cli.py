@@ -165,7 +165,10 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
         ("laptop", "acme"),
         ("phone", "phone"),
     ]
-    assert all(record.keys() == {"name", "tenant", "created"} for record in names)
+    assert all(record.keys() == {"name", "tenant", "operator", "created"} for record in names)
+    made = json.loads(run("keys", "add", "root", "--operator", "--json", *file).stdout)
+    assert made["operator"] is True
+    run("keys", "revoke", "root", *file)
     again = run("keys", "add", "laptop", *file)
     assert (again.returncode, len(again.stderr.strip().splitlines())) == (1, 1)
     assert run("keys", "revoke", "laptop", *file).returncode == 0

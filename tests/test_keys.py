@@ -27,6 +27,7 @@ def test_without_keys_everybody_is_local_and_nothing_is_written(path: Path) -> N
     assert not keys.required
     assert keys.check(None) is LOCAL
     assert keys.check("Bearer anything") is LOCAL
+    assert LOCAL.operator
     assert LOCAL.segment == Segment()
     assert not path.exists()
 
@@ -40,6 +41,7 @@ def test_a_key_lets_its_tenant_in_however_it_is_sent(path: Path) -> None:
         assert tenant is not None
         assert tenant.name == "acme"
         assert tenant.segment.owner == "acme"
+        assert not tenant.operator
     wrong = (None, "", "Bearer", "Bearer ", key[:-1], key + "x", f"Basic {key}", "é", "\ud83d")
     for refused in wrong:
         assert keys.check(refused) is None
@@ -118,6 +120,8 @@ def test_a_file_damaged_while_the_server_runs_refuses_every_key(path: Path) -> N
         '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": 1}]}',
         '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": "a", "tenant": 5, '
         '"digest": "' + "00" * 32 + '", "created": 0}]}',
+        '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": "a", "tenant": "a", '
+        '"digest": "' + "00" * 32 + '", "created": 0, "operator": "no"}]}',
         "\xff",
     ],
 )
@@ -169,10 +173,30 @@ def test_two_installations_have_different_salts(tmp_path: Path) -> None:
     assert len(salts) == 2
 
 
-def test_a_tenant_called_local_is_not_everybody(path: Path) -> None:
-    tenant = Keys(path).check(KeyFile(path).add("local"))
+def test_no_tenant_can_be_called_like_everybody(path: Path) -> None:
+    for name, tenant in (("local", None), ("laptop", "local")):
+        with pytest.raises(KeysError, match="local"):
+            KeyFile(path).add(name, tenant)
+    KeyFile(path).add("local", "acme")
+
+
+def test_an_operators_key_says_so(path: Path) -> None:
+    file = KeyFile(path)
+    ours, theirs = file.add("ours", "acme", operator=True), file.add("theirs", "acme")
+    assert [record.operator for record in file.records()] == [True, False]
+    found = [Keys(path).check(key) for key in (ours, theirs)]
+    assert [tenant.operator for tenant in found if tenant] == [True, False]
+    assert len({tenant.segment for tenant in found if tenant}) == 1, "one tenant"
+
+
+def test_a_file_from_before_there_were_operators_is_read(path: Path) -> None:
+    key = KeyFile(path).add("laptop")
+    data = json.loads(path.read_text())
+    del data["keys"][0]["operator"]
+    path.write_text(json.dumps(data))
+    tenant = Keys(path).check(key)
     assert tenant is not None
-    assert segment_id(tenant.segment) != segment_id(LOCAL.segment)
+    assert not tenant.operator
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=8, unique=True))

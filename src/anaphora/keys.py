@@ -42,6 +42,8 @@ class Tenant:
 
     name: str
     salt: bytes = field(repr=False)
+    operator: bool = False
+    """Whether the key is one of those who run the server, and may see what concerns all tenants."""
 
     @property
     def segment(self) -> Segment:
@@ -49,7 +51,7 @@ class Tenant:
         return Segment(owner=self.name, salt=self.salt)
 
 
-LOCAL = Tenant("local", b"")
+LOCAL = Tenant("local", b"", operator=True)
 """Everybody, where there are no keys. Its cache content is the library's own."""
 
 
@@ -63,6 +65,7 @@ class KeyRecord:
     """Keyed BLAKE3 of the key, in hex."""
     created: float
     """Seconds since the Unix epoch."""
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class KeyFile:
         contents = _read(self.path)
         return contents.records if contents else ()
 
-    def add(self, name: str, tenant: str | None = None) -> str:
+    def add(self, name: str, tenant: str | None = None, *, operator: bool = False) -> str:
         """Make a key and return it; it cannot be had again.
 
         Without ``tenant`` the key gets a tenant of its own, called like the key.
@@ -97,6 +100,10 @@ class KeyFile:
                     f"a {what} cannot be called {text!r}: use up to 64 letters, digits and ._@+-, "
                     "beginning with a letter or digit"
                 )
+        if tenant == LOCAL.name:
+            raise KeysError(
+                f"a tenant cannot be called {tenant!r}: that is everybody where there are no keys"
+            )
         key = _PREFIX + secrets.token_urlsafe(32)
         with self._changing() as contents:
             if any(record.name == name for record in contents.records):
@@ -104,7 +111,7 @@ class KeyFile:
                     f"there is a key called {name} already: choose another name, or revoke it first"
                 )
             digest = _key_digest(contents.secret, key).hex()
-            record = KeyRecord(name, tenant, digest, self._clock.now())
+            record = KeyRecord(name, tenant, digest, self._clock.now(), operator)
             self._write(_Contents(contents.secret, (*contents.records, record)))
         return key
 
@@ -167,7 +174,8 @@ class Keys:
     def __init__(self, path: Path = DEFAULT_KEYS_FILE, given: Iterable[str] = ()) -> None:
         """Keys of the file at ``path``, if there is one, and those ``given`` in the settings.
 
-        Given keys share one tenant. Raises :class:`~anaphora.errors.KeysError`.
+        Given keys share one tenant, and are operators': whoever sets options runs the server.
+        Raises :class:`~anaphora.errors.KeysError`.
         """
         self._file = KeyFile(path)
         self._given = tuple(given)
@@ -225,10 +233,11 @@ class Keys:
         if contents is None:  # the given keys go on with the secret they had
             contents = _Contents(self._secret) if self._secret else _Contents()
         self._secret = secret = contents.secret
-        given = Tenant(_GIVEN_TENANT, tenant_salt(secret, _GIVEN_TENANT))
+        given = Tenant(_GIVEN_TENANT, tenant_salt(secret, _GIVEN_TENANT), operator=True)
         self._tenants = [(_key_digest(secret, key), given) for key in self._given]
         for record in contents.records:
-            tenant = Tenant(record.tenant, tenant_salt(secret, record.tenant))
+            salt = tenant_salt(secret, record.tenant)
+            tenant = Tenant(record.tenant, salt, record.operator)
             self._tenants.append((bytes.fromhex(record.digest), tenant))
 
 
@@ -261,6 +270,8 @@ def _read(path: Path) -> _Contents | None:
         if any(len(text) != 32 for text in (secret, *digests)):
             raise ValueError
         if not all(_NAME.fullmatch(text) for r in records for text in (r.name, r.tenant)):
+            raise ValueError
+        if not all(isinstance(record.operator, bool) for record in records):
             raise ValueError
     except FileNotFoundError:
         return None

@@ -33,13 +33,17 @@ def add(
         str | None,
         typer.Option(help="Keys of one tenant share its cache. Default: one for this key alone."),
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It may see the metrics of all tenants.")
+    ] = False,
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it. It is shown this once."""
-    key = KeyFile(keys_file).add(name, tenant)
+    key = KeyFile(keys_file).add(name, tenant, operator=operator)
     if as_json:
-        print(json.dumps({"name": name, "tenant": tenant or name, "key": key}))
+        made = {"name": name, "tenant": tenant or name, "operator": operator, "key": key}
+        print(json.dumps(made))
         return
     print(key)  # alone on stdout, for $(anaphora keys add ...)
     err.print("This is shown once. Clients send it as their API key.")
@@ -50,16 +54,17 @@ def ls(keys_file: KeysFile = DEFAULT_KEYS_FILE, as_json: AsJson = False) -> None
     """List names and tenants of all keys."""
     records = KeyFile(keys_file).records()
     if as_json:
-        members = ("name", "tenant", "created")
+        members = ("name", "tenant", "operator", "created")
         print(json.dumps([{m: asdict(r)[m] for m in members} for r in records], indent=2))
         return
     if not records:
         out.print("no keys: the server takes requests from this machine only")
         return
-    table = Table("name", "tenant", "made", box=box.SIMPLE)
+    table = Table("name", "tenant", "operator", "made", box=box.SIMPLE)
     for record in records:
         made = datetime.fromtimestamp(record.created, UTC).astimezone()
-        table.add_row(record.name, record.tenant, f"{made:%Y-%m-%d %H:%M}")
+        operator = "yes" if record.operator else ""
+        table.add_row(record.name, record.tenant, operator, f"{made:%Y-%m-%d %H:%M}")
     out.print(table)
 
 
