@@ -1,4 +1,4 @@
-"""Tenants: what they may see of each other, which is nothing."""
+"""Tenants: what they may see of each other, which is nothing, and what they may share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from anaphora.keys import KeyFile, Keys
 from tests.api.conftest import DOCUMENT, Serve, Server
+from tests.api.test_openai_chat import wait_until_settled
 from tests.tiny_models import CONTROL, VOCABULARY
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -92,12 +93,14 @@ Open = Callable[..., House]
 def open_house(serve: Serve, tmp_path: Path) -> Open:
     """``open_house(tenant, ...)``: a server with a key for each, and one called root's."""
 
-    def open_(*tenants: str, **settings: Any) -> House:
+    def open_(*tenants: str, shared: dict[str, str] | None = None, **settings: Any) -> House:
         file = KeyFile(tmp_path / "keys.json")
         known = {record.name for record in file.records()}
         issued = {name: file.add(name) for name in tenants if name not in known}
         if "root" not in known:
             issued["root"] = file.add("root", operator=True)
+        for tenant, namespace in (shared or {}).items():
+            file.share(tenant, namespace)
         return House(serve(keys=Keys(file.path), **settings), file, issued)
 
     return open_
@@ -105,6 +108,14 @@ def open_house(serve: Serve, tmp_path: Path) -> Open:
 
 def user(text: str) -> Json:
     return {"role": "user", "content": text}
+
+
+def system(text: str) -> Json:
+    return {"role": "system", "content": text}
+
+
+def answered(text: str) -> Json:
+    return {"role": "assistant", "content": text}
 
 
 class TestAnothersCache:
@@ -286,3 +297,113 @@ class TestMetrics:
         shown = server.http().get("/metrics").text
         assert "process_" in shown
         assert "anaphora_model_info" in shown
+
+
+RULES = "You sell books. " + DOCUMENT
+
+
+class TestSharing:
+    """A namespace that tenants may join, to compute common tools and system prompts once."""
+
+    def test_members_compute_a_system_prompt_once_and_share_nothing_else(
+        self, open_house: Open
+    ) -> None:
+        members = {"one": "house", "two": "house", "elsewhere": "other"}
+        house = open_house("one", "two", "elsewhere", "alone", shared=members)
+        question = user("Where is the poetry?")
+        first = house.chat("one", system(RULES), question)
+        assert first.cold
+
+        second = house.chat("two", system(RULES), user("How late is it?"))
+        assert second.computed == second.prompt - second.read
+        model = house.server.model
+        tokens = model.render([system(RULES), question]).tokens[: second.read]
+        text = b"".join(model.vocabulary.piece(int(token)) for token in tokens).decode()
+        assert text == f"system\n{RULES}\nuser\n", "not a word of anybody's question"
+
+        same = house.chat("two", system(RULES), question)
+        assert same.read == second.read, "what one asked stays its own"
+        assert same.computed == same.prompt - same.read
+        again = house.chat("one", system(RULES), question)
+        assert (again.read, again.computed) == (again.prompt, 1)
+
+        assert house.chat("alone", system(RULES), question).cold
+        assert house.chat("elsewhere", system(RULES), question).cold
+        assert house.chat("two", system("Another. " + RULES), question).read < 64
+
+    def test_the_answer_and_later_turns_stay_with_their_tenant(self, open_house: Open) -> None:
+        house = open_house("one", "two", shared={"one": "house", "two": "house"})
+        begun = [system(RULES), user("Where is the poetry?")]
+        reply = house.chat("one", *begun, max_tokens=40, logit_bias=GOES_ON)
+        turn = [*begun, answered(reply.text)]
+        ready = len(house.server.model.render(turn, add_generation_prompt=False).tokens)
+        wait_until_settled(house.server)
+        following = house.chat("one", *turn, user("And now?"), max_tokens=0)
+        assert following.read >= ready
+        assert following.computed == following.prompt - ready
+        other = house.chat("two", *turn, user("And now?"), max_tokens=0)
+        trunk = house.chat("two", system(RULES), user("How late is it?")).read
+        assert (other.read, other.computed) == (trunk, other.prompt - trunk)
+
+    def test_tools_are_shared_too(self, open_house: Open) -> None:
+        house = open_house("one", "two", "alone", shared={"one": "house", "two": "house"})
+        described = {"name": "look", "description": "Looks. " * 60, "parameters": {}}
+        tools = [{"type": "function", "function": described}]
+        assert house.chat("one", user("Where?"), tools=tools).cold
+        assert house.chat("two", user("How?"), tools=tools).read > 300
+        assert house.chat("alone", user("How?"), tools=tools).cold
+
+    def test_all_protocols_share_one_beginning(self, open_house: Open) -> None:
+        house = open_house("one", "two", shared={"one": "house", "two": "house"})
+        house.chat("one", system(RULES), user("Where?"))
+        read = house.msg("two", "How?", system=RULES).read
+        assert read > 1000
+        body = {"instructions": RULES, "input": "Why?", "max_output_tokens": 16}
+        usage = house.post("two", RESPONSES, body).json()["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == read
+
+    def test_without_tools_or_a_system_prompt_nothing_is_shared(self, open_house: Open) -> None:
+        house = open_house("one", "two", shared={"one": "house", "two": "house"})
+        late = [user(DOCUMENT), answered("Yes."), system("Be brief."), user("Why?")]
+        for messages in ([user(DOCUMENT)], late):
+            house.chat("one", *messages)
+            assert house.chat("one", *messages).read > 0
+        assert house.chat("two", *late).cold
+        raw = {"prompt": f"<|im_start|>system\n{RULES}", "max_tokens": 1}
+        for tenant, warm in (("one", False), ("one", True), ("two", False)):
+            usage = house.post(tenant, "/v1/completions", raw).json()["usage"]
+            assert bool(usage["prompt_tokens_details"]["cached_tokens"]) == warm
+
+    def test_it_lasts_over_a_restart(self, open_house: Open, tmp_path: Path) -> None:
+        folder = tmp_path / "cache"
+        members = {"one": "house", "two": "house"}
+        before = open_house("one", "two", "alone", shared=members, cache_dir=folder)
+        before.chat("one", system(RULES), user("Where?"))
+        before.server.stop()
+        after = House(open_house(cache_dir=folder).server, before.keys, before.issued)
+        second = after.chat("two", system(RULES), user("How?"))
+        assert second.read > 1000
+        assert second.computed == second.prompt - second.read
+        assert after.chat("alone", system(RULES), user("How?")).cold
+
+    def test_joining_and_leaving_count_at_once(self, open_house: Open) -> None:
+        house = open_house("one", "two", shared={"one": "house"})
+        house.chat("one", system(RULES), user("Where?"))
+        assert house.chat("two", system(RULES), user("How?")).cold
+        house.keys.share("two", "house")
+        assert house.chat("two", system(RULES), user("How?")).read > 1000
+        house.keys.unshare("one")
+        assert house.chat("one", system(RULES), user("Where?")).cold
+
+    def test_an_answer_over_a_shared_beginning_is_that_of_a_cold_run(
+        self, open_house: Open
+    ) -> None:
+        members = {"one": "house", "two": "house"}
+        house = open_house("one", "two", "alone", shared=members, exact=True)
+        house.chat("one", system(RULES), user("Where?"))
+        wanted: Json = {"max_tokens": 24, "temperature": 0, "logit_bias": GOES_ON}
+        asked = [
+            house.chat(name, system(RULES), user("How?"), **wanted) for name in ("two", "alone")
+        ]
+        assert asked[0].computed < 128 < asked[1].computed == asked[1].prompt
+        assert asked[0].text == asked[1].text
