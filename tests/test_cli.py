@@ -309,13 +309,34 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
         ("laptop", "acme"),
         ("phone", "phone"),
     ]
-    assert all(record.keys() == {"name", "tenant", "created"} for record in names)
+    members = {"name", "tenant", "operator", "shared", "created"}
+    assert all(record.keys() == members for record in names)
     again = run("keys", "add", "laptop", *file)
     assert (again.returncode, len(again.stderr.strip().splitlines())) == (1, 1)
     assert run("keys", "revoke", "laptop", *file).returncode == 0
     assert run("keys", "revoke", "laptop", *file).returncode == 1
     environment = {"ANAPHORA_KEYS_FILE": str(tmp_path / "keys.json")}
     assert len(json.loads(run("keys", "ls", "--json", env=environment).stdout)) == 1
+
+
+def test_operators_and_namespaces_are_given_and_listed(tmp_path: Path) -> None:
+    file = ("--keys-file", tmp_path / "keys.json")
+    made = json.loads(run("keys", "add", "root", "--operator", "--json", *file).stdout)
+    assert made["operator"] is True
+    run("keys", "add", "laptop", "--tenant", "acme", *file)
+    shared = run("keys", "share", "acme", "house", *file)
+    assert (shared.returncode, len(shared.stdout.splitlines())) == (0, 1)
+    listed = json.loads(run("keys", "ls", "--json", *file).stdout)
+    found = [(record["name"], record["operator"], record["shared"]) for record in listed]
+    assert found == [("root", True, None), ("laptop", False, "house")]
+    shown = [line.split() for line in run("keys", "ls", *file).stdout.splitlines()]
+    assert any(row[:3] == ["root", "root", "yes"] for row in shown)
+    assert any(row[:3] == ["laptop", "acme", "house"] for row in shown)
+    for arguments in (("share", "laptop", "house"), ("share", "acme", "a b"), ("unshare", "root")):
+        refused = run("keys", *arguments, *file)
+        assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (1, 1)
+    assert run("keys", "unshare", "acme", *file).returncode == 0
+    assert run("keys", "unshare", "acme", *file).returncode == 1
 
 
 def test_help_of_the_server_names_every_option_and_its_default() -> None:

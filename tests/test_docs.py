@@ -37,6 +37,8 @@ DESCRIBED = {
     "anaphora keys add": "Users and keys",
     "anaphora keys ls": "Users and keys",
     "anaphora keys revoke": "Users and keys",
+    "anaphora keys share": "Users and keys",
+    "anaphora keys unshare": "Users and keys",
 }
 """Sections of the server's page that explain a command; the README explains the others."""
 

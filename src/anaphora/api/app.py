@@ -100,7 +100,8 @@ class Gate:
                 if origin is not None and self._allows(origin):
                     self._open(headers, origin)
                 route = getattr(scope.get("route"), "path", "other")
-                self._metrics.count_response(route, message["status"])
+                tenant = scope.get("tenant", "")
+                self._metrics.count_response(tenant, route, message["status"])
             await send(message)
 
         request = Request(scope, receive)

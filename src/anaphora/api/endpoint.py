@@ -59,20 +59,13 @@ class Endpoint:
         self._keys = keys
 
     def tenant(self, request: Request) -> Tenant:
-        """Whom ``request`` is for. Raises :class:`ApiError` 401."""
-        if self._keys is None:
-            return LOCAL
-        given = [request.headers.get(name) for name in ("authorization", "x-api-key")]
-        for header in given:
-            if tenant := self._keys.check(header):
-                return tenant
-        what = "the API key is wrong" if any(given) else "an API key is missing"
-        raise ApiError(
-            f"{what}: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-            status=401,
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
+        """Whom ``request`` is for; its scope names the tenant from then on.
+
+        Raises :class:`ApiError` 401.
+        """
+        tenant = self._tenant(request)
+        request.scope["tenant"] = tenant.name
+        return tenant
 
     async def read(self, request: Request, kind: type[B]) -> tuple[B, Tenant, dict[str, str]]:
         """The body, whom it is from, and headers for the response."""
@@ -105,6 +98,7 @@ class Endpoint:
         strict = self.options.strict_max_tokens
         submitting = self.serving.submit(
             lambda model: prepare(model, body.generation, tenant, strict=strict),
+            tenant=tenant.name,
             model=body.model,
             quick=length.isdecimal() and int(length) <= _QUICK,
         )
@@ -123,6 +117,21 @@ class Endpoint:
         if finished is None:
             raise ClientDisconnect
         return finished
+
+    def _tenant(self, request: Request) -> Tenant:
+        if self._keys is None:
+            return LOCAL
+        given = [request.headers.get(name) for name in ("authorization", "x-api-key")]
+        for header in given:
+            if tenant := self._keys.check(header):
+                return tenant
+        what = "the API key is wrong" if any(given) else "an API key is missing"
+        raise ApiError(
+            f"{what}: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            status=401,
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
 
 def computed(done: Done) -> dict[str, str]:

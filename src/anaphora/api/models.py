@@ -55,9 +55,13 @@ def router(api: Endpoint) -> APIRouter:
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """Sums over all tenants, for Prometheus. Needs a key where there are keys."""
-        api.tenant(request)
-        return Response(api.serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        """For Prometheus. An operator's key, or where there are no keys: everything.
+
+        Another key: what counts its own tenant's requests.
+        """
+        tenant = api.tenant(request)
+        text = api.serving.metrics.text(None if tenant.operator else tenant.name)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 

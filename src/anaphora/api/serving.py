@@ -40,10 +40,13 @@ class Finished:
 class Answer:
     """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
 
-    def __init__(self, serving: Serving, prepared: Prepared, model: Model, name: str) -> None:
+    def __init__(
+        self, serving: Serving, prepared: Prepared, tenant: str, model: Model, name: str
+    ) -> None:
         self.model = model
         self.model_name = name
         self.request = prepared.request
+        self.tenant = tenant
         self.next_turn = prepared.next_turn
         self.started: Started | None = None
         self.done: Done | None = None
@@ -240,9 +243,11 @@ class Serving:
             raise OverloadedError(self._waiting, self._retry_after())
 
     async def submit(
-        self, prepare: Callable[[Model], Prepared], *, model: str | None, quick: bool
+        self, prepare: Callable[[Model], Prepared], *, tenant: str, model: str | None, quick: bool
     ) -> Answer:
         """Hand what ``prepare`` makes for the model called ``model`` to the engine.
+
+        ``tenant`` is whom the metrics count it for.
 
         It runs on another thread, unless it is ``quick``: then the way there and back would take
         longer than the work.
@@ -251,14 +256,14 @@ class Serving:
         """
         self.admit()
         self._unsettle()
-        self._queue(+1)
+        self._queue(tenant, +1)
         try:
             async with self.model(model) as (loaded, name):
                 prepared = prepare(loaded) if quick else await asyncio.to_thread(prepare, loaded)
-                answer = Answer(self, prepared, loaded, name)
+                answer = Answer(self, prepared, tenant, loaded, name)
                 self._use(+1)
         except BaseException:
-            self._queue(-1)
+            self._queue(tenant, -1)
             raise
         self._answers[answer.request.id] = answer
         loaded.host.submit(answer.request, answer.receive)
@@ -266,19 +271,19 @@ class Serving:
 
     def begin(self, answer: Answer) -> None:
         """The engine has begun with ``answer``."""
-        self._queue(-1)
-        self._run(+1)
+        self._queue(answer.tenant, -1)
+        self._run(answer.tenant, +1)
         if answer.started is not None:
-            self.metrics.count_prompt(answer.started)
+            self.metrics.count_prompt(answer.tenant, answer.started)
 
     def end(self, answer: Answer) -> None:
         """The engine is done with ``answer``."""
         if answer.started is None:
-            self._queue(-1)
+            self._queue(answer.tenant, -1)
         else:
-            self._run(-1)
+            self._run(answer.tenant, -1)
         if answer.done is not None:
-            self.metrics.count_answer(answer.done)
+            self.metrics.count_answer(answer.tenant, answer.done)
             self._seconds += (answer.done.times.total - self._seconds) / 8
         del self._answers[answer.request.id]
         self._use(-1)
@@ -345,13 +350,13 @@ class Serving:
             answer.model.host.cancel(request.id)
             raise
 
-    def _queue(self, change: int) -> None:
+    def _queue(self, tenant: str, change: int) -> None:
         self._waiting += change
-        self.metrics.waiting.set(self._waiting)
+        self.metrics.count_waiting(tenant, change)
 
-    def _run(self, change: int) -> None:
+    def _run(self, tenant: str, change: int) -> None:
         self._running += change
-        self.metrics.running.set(self._running)
+        self.metrics.count_running(tenant, change)
 
     def _retry_after(self) -> int:
         """Seconds until those that wait now should have begun."""
