@@ -139,13 +139,22 @@ def computed(done: Done) -> dict[str, str]:
     return {"anaphora-computed-tokens": str(done.computed_tokens)}
 
 
-def takes(kind: type[edge.Body]) -> dict[str, Any]:
-    """For the OpenAPI document: that a route takes a body of ``kind``, and may stream."""
+def takes(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:
+    """For the OpenAPI document: that a route takes a body of ``kind``.
+
+    :param events: what the data of its events are, where it can stream.
+    """
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     extra: dict[str, Any] = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
     }
-    if "stream" in kind.model_fields:
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
-        extra["responses"] = {"200": {"content": events}}
+    if events is not None:
+        data = {"type": "string", "description": events}
+        event = {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": data},
+            "required": ["data"],
+        }
+        content = {"text/event-stream": {"itemSchema": event}}
+        extra["responses"] = {"200": {"content": content}}
     return extra

@@ -76,8 +76,12 @@ def as_api_error(error: Exception) -> ApiError:
         case ShuttingDownError() | UnavailableError():
             return ApiError(str(error), status=503, headers={"retry-after": "5"})
         case PromptTooLongError():
-            code = "context_length_exceeded"
-            return ApiError(str(error), param="messages", code=code)
+            # Agents look for the code, or for these words, to make their conversation shorter.
+            message = (
+                f"prompt is too long: {error.prompt_tokens} tokens > {error.context_size} maximum: "
+                "send less, or serve the model with a larger ctx-size"
+            )
+            return ApiError(message, param="messages", code="context_length_exceeded")
         case PromptError() | TemplateError() | SettingsError():
             return ApiError(str(error))
         case HTTPException():
