@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from anaphora.cache.files import make_cache_folder
 from anaphora.errors import CacheDirectoryError
 
-Name = Literal["bench", "demo", "selftest"]
+Name = Literal["bench", "demo", "load", "selftest"]
 
 
 @contextmanager

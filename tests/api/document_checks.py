@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import schemathesis
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ KINDS = {path: kind for path, kind, _ in REQUESTS}
 
 @schemathesis.check
 def a_valid_form_is_taken(
-    ctx: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case
+    ctx: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case[Any]
 ) -> None:
     """What fits the document is not refused for its form."""
     positive = case.meta is not None and case.meta.generation.mode.is_positive
