@@ -278,7 +278,7 @@ class TestCounters:
             before, tiers = tiers, {}
             for line in server.http().get("/metrics").text.splitlines():
                 if line.startswith("anaphora_cache_found_tokens_total"):
-                    tiers[line.split('"')[1]] = float(line.rsplit(" ")[-1])
+                    tiers[line.split('tier="')[1].split('"')[0]] = float(line.rsplit(" ")[-1])
             return {tier: count - before.get(tier, 0) for tier, count in tiers.items()}
 
         found()
