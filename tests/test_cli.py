@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from anaphora import GREEDY, Model, __version__
 from anaphora.config import FIELDS, spelled
+from anaphora.scratch import scratch_folder
+
+COMMAND = (sys.executable, "-m", "anaphora.cli")
 
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "anaphora.cli", *map(str, arguments)]
+    command = [*COMMAND, *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "120", **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -35,6 +40,109 @@ def test_version_and_help() -> None:
     shown = run("--help").stdout
     for command in ("serve", "chat", "selftest", "keys", "demo", "bench", "cache"):
         assert command in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("serve", "--prot", "80"), "No such option: --prot"),
+        (("serve", "a.gguf", "b.gguf"), "unexpected extra argument"),
+        (("serve", "--port"), "--port"),
+        (("chat", "--max-tokens", "0"), "--max-tokens"),
+        (("bench", "--repeats", "many"), "--repeats"),
+        (("keys", "add"), "Missing argument"),
+        (("cache", "list"), "No such command 'list'"),
+        (("--colour",), "No such option: --colour"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_line_that_names_the_help(arguments: tuple[str, ...], says: str) -> None:
+    failed = run(*arguments)
+    assert failed.returncode == 2
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("anaphora: ")
+    assert says in line
+    assert line.endswith("--help')")
+    assert failed.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("keys",), ("cache",)], ids=str)
+def test_a_command_without_its_part_shows_its_help(arguments: tuple[str, ...]) -> None:
+    shown = run(*arguments)
+    assert shown.returncode == 2
+    assert "Commands" in shown.stdout
+    assert shown.stderr == ""
+
+
+@pytest.fixture
+def script() -> Path:
+    """The command as it is installed."""
+    return Path(sys.executable).with_name("anaphora")
+
+
+def completed(script: Path, shell: str, line: str) -> str:
+    """What the command offers to a shell for the end of ``line``."""
+    words = line.split(" ")
+    env = {"_ANAPHORA_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
+    env |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    env |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = subprocess.run(
+        [script], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_and_options_are_completed(script: Path, shell: str) -> None:
+    offered = completed(script, shell, "anaphora se")
+    assert "serve" in offered
+    assert "selftest" in offered
+    assert "cache" not in offered
+    assert "verify" in completed(script, shell, "anaphora cache v")
+    offered = completed(script, shell, "anaphora serve --kv")
+    assert "--kv-type" in offered
+    assert "--port" not in offered
+
+
+def test_bash_completes_with_what_show_completion_prints(script: Path) -> None:
+    code = f"""
+        PATH={script.parent}:$PATH
+        source <(anaphora --show-completion; true)
+        COMP_WORDS=(anaphora se) COMP_CWORD=1
+        _anaphora_completion anaphora
+        printf '%s ' "${{COMPREPLY[@]}}"
+        complete -p anaphora
+    """
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[:2] == ["serve", "selftest"], done.stderr
+    assert "-F _anaphora_completion anaphora" in done.stdout
+
+
+def test_completion_is_installed_where_the_shell_reads_it(script: Path, tmp_path: Path) -> None:
+    installed = subprocess.run(
+        ["bash", "-c", f"{script} --install-completion; true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert "bash completion installed" in installed.stdout, installed.stderr
+    assert "anaphora.sh" in (tmp_path / ".bashrc").read_text()
+    assert "complete_bash" in (tmp_path / ".bash_completions" / "anaphora.sh").read_text()
+
+
+def test_ctrl_c_is_no_traceback(tiny_llama: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", str(tiny_llama), "--cache-dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("selftest-*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert shown == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cache_ls_lists_every_namespace(filled: Path) -> None:
@@ -103,6 +211,42 @@ def test_cache_clear_refuses_what_is_in_use(tiny_llama: Path, tmp_path: Path) ->
     assert list(tmp_path.glob("*/blocks/*/*")) == []
 
 
+def test_cache_clear_deletes_what_killed_runs_left_and_no_more(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    names = ("bench-x", "demo-y", "selftest-z", "demonstration", "models")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "block").write_bytes(bytes(1 << 20))
+    outside = tmp_path.with_name("outside")
+    outside.mkdir()
+    (tmp_path / "bench-link").symlink_to(outside)
+    with scratch_folder(tmp_path, "demo") as used:
+        listed = run("cache", "ls", "--cache-dir", tmp_path).stdout
+        assert "left by runs that were killed: bench-x, demo-y, selftest-z;" in listed
+        one = run("cache", "clear", "--cache-dir", tmp_path, "--model", tiny_llama)
+        assert one.stdout == "0.0 MiB freed\n"
+        every = run("cache", "clear", "--cache-dir", tmp_path)
+        assert every.stdout == "3.0 MiB freed\n"
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"demonstration", "models", "bench-link", used.name}
+    assert outside.is_dir()
+    assert not used.exists()
+    assert "left by" not in run("cache", "ls", "--cache-dir", tmp_path).stdout
+
+
+def test_a_killed_run_leaves_what_clear_deletes(tiny_llama: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", str(tiny_llama), "--cache-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob("selftest-*/*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert "left by" not in run("cache", "ls", "--cache-dir", tmp_path).stdout
+        process.kill()
+    assert run("cache", "clear", "--cache-dir", tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_demo_asks_three_times_and_hits_twice(tiny_llama: Path, tmp_path: Path) -> None:
     shown = run("demo", "--model", tiny_llama, "--cache-dir", tmp_path)
     assert shown.returncode == 0, shown.stderr
@@ -165,13 +309,34 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
         ("laptop", "acme"),
         ("phone", "phone"),
     ]
-    assert all(record.keys() == {"name", "tenant", "created"} for record in names)
+    members = {"name", "tenant", "operator", "shared", "created"}
+    assert all(record.keys() == members for record in names)
     again = run("keys", "add", "laptop", *file)
     assert (again.returncode, len(again.stderr.strip().splitlines())) == (1, 1)
     assert run("keys", "revoke", "laptop", *file).returncode == 0
     assert run("keys", "revoke", "laptop", *file).returncode == 1
     environment = {"ANAPHORA_KEYS_FILE": str(tmp_path / "keys.json")}
     assert len(json.loads(run("keys", "ls", "--json", env=environment).stdout)) == 1
+
+
+def test_operators_and_namespaces_are_given_and_listed(tmp_path: Path) -> None:
+    file = ("--keys-file", tmp_path / "keys.json")
+    made = json.loads(run("keys", "add", "root", "--operator", "--json", *file).stdout)
+    assert made["operator"] is True
+    run("keys", "add", "laptop", "--tenant", "acme", *file)
+    shared = run("keys", "share", "acme", "house", *file)
+    assert (shared.returncode, len(shared.stdout.splitlines())) == (0, 1)
+    listed = json.loads(run("keys", "ls", "--json", *file).stdout)
+    found = [(record["name"], record["operator"], record["shared"]) for record in listed]
+    assert found == [("root", True, None), ("laptop", False, "house")]
+    shown = [line.split() for line in run("keys", "ls", *file).stdout.splitlines()]
+    assert any(row[:3] == ["root", "root", "yes"] for row in shown)
+    assert any(row[:3] == ["laptop", "acme", "house"] for row in shown)
+    for arguments in (("share", "laptop", "house"), ("share", "acme", "a b"), ("unshare", "root")):
+        refused = run("keys", *arguments, *file)
+        assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (1, 1)
+    assert run("keys", "unshare", "acme", *file).returncode == 0
+    assert run("keys", "unshare", "acme", *file).returncode == 1
 
 
 def test_help_of_the_server_names_every_option_and_its_default() -> None:

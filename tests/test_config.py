@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from anaphora.config import FIELDS, Config, load_config, spelled, variable
-from anaphora.errors import ConfigError
-from anaphora.settings import Settings
+from anaphora.errors import ConfigError, SettingsError
+from anaphora.settings import Adapter, Settings
 
 GOOD: dict[str, tuple[str, object, object]] = {
     "model": ("model.gguf", "model.gguf", "model.gguf"),
@@ -20,11 +21,23 @@ GOOD: dict[str, tuple[str, object, object]] = {
     "api_key": ("one,two", ["one", "two"], ("one", "two")),
     "keys_file": ("/k.json", "/k.json", Path("/k.json")),
     "ctx_size": ("4096", 4096, 4096),
+    "swap_model": ("a.gguf,b=c.gguf", ["a.gguf", "b=c.gguf"], ("a.gguf", "b=c.gguf")),
+    "engine": ("thread", "thread", "thread"),
     "parallel": ("2", 2, 2),
     "threads": ("3", 3, 3),
     "gpu_layers": ("-1", -1, -1),
     "kv_type": ("q8_0", "q8_0", "q8_0"),
     "flash_attn": ("on", "on", "on"),
+    "adapter": (
+        "/a.gguf,/b.gguf:0.5",
+        ["/a.gguf", "/b.gguf:0.5"],
+        (Adapter(Path("/a.gguf")), Adapter(Path("/b.gguf"), 0.5)),
+    ),
+    "llama": (
+        "n_batch=512,cpu_moe=true,rope_freq_base=1e6,load_mode=mlock",
+        {"n_batch": 512, "cpu_moe": True, "rope_freq_base": 1e6, "load_mode": "mlock"},
+        (("n_batch", 512), ("cpu_moe", True), ("rope_freq_base", 1e6), ("load_mode", "mlock")),
+    ),
     "chat_template": ("/t.jinja", "/t.jinja", Path("/t.jinja")),
     "cache_dir": ("/c", "/c", Path("/c")),
     "memory_budget": ("8GiB", 8 << 30, 8 << 30),
@@ -43,6 +56,8 @@ GOOD: dict[str, tuple[str, object, object]] = {
 
 
 def toml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {toml(item)}' for name, item in value.items())}}}"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
@@ -94,6 +109,59 @@ def test_sizes(text: str, size: int) -> None:
     assert load_config({"memory_budget": text}, {}).memory_budget == size
 
 
+@pytest.mark.parametrize(
+    ("text", "path", "scale"),
+    [
+        ("a.gguf", "a.gguf", 1.0),
+        ("a.gguf:2", "a.gguf", 2.0),
+        ("a.gguf:-0.5", "a.gguf", -0.5),
+        ("odd:name.gguf", "odd:name.gguf", 1.0),
+        ("odd:name.gguf:.25", "odd:name.gguf", 0.25),
+        ("a.gguf:", "a.gguf:", 1.0),
+    ],
+)
+def test_adapters(text: str, path: str, scale: float) -> None:
+    assert load_config({"adapter": [text]}, {}).settings().adapters == (Adapter(Path(path), scale),)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("512", 512),
+        ("-1", -1),
+        ("0.5", 0.5),
+        ("1e6", 1e6),
+        ("true", True),
+        ("True", "True"),
+        ("layer", "layer"),
+        ("3,1", "3,1"),
+        ("exps=CPU,a=B", "exps=CPU,a=B"),
+        ("\u0661", "\u0661"),
+    ],
+)
+def test_parameters_of_llama_cpp_are_switches_numbers_or_texts(text: str, value: object) -> None:
+    llama = load_config({"llama": [f"name={text}"]}, {}).settings().llama
+    assert llama == {"name": value}
+    assert type(llama["name"]) is type(value)
+
+
+def test_a_section_of_llama_cpps_parameters_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "anaphora.toml"
+    file.write_text(
+        """
+        port = 80
+        [llama]
+        n_ubatch = 64
+        tensor_split = [3, 1]
+        [llama.kv_overrides]
+        "llama.context_length" = 4096
+        """
+    )
+    llama = load_config({}, {}, file).settings().llama
+    assert llama == tomllib.loads(file.read_text())["llama"]
+    assert load_config({"llama": ["n_batch=1"]}, {}, file).settings().llama == {"n_batch": 1}
+
+
 BAD: dict[str, list[object]] = {
     "memory_budget": ["", "8G", "-1", "nan", "inf", "GiB", "1e99999999999", "8GiBs", True, [], -5],
     "port": ["http", "-1", "65536", "", "8.5", 8.5, True, [], "tcp://10.0.0.1:80"],
@@ -103,6 +171,8 @@ BAD: dict[str, list[object]] = {
     "flash_attn": ["sometimes", True, []],
     "host": ["  ", 5],
     "api_key": [5, [5], "a,,b"],
+    "adapter": ["", 5, [5], ":2", "a.gguf:nan", "a.gguf:inf", "a,,b"],
+    "llama": ["", 5, [5], "n_batch", "=1", "n_batch=", "n_batch=1,n_batch=2"],
 }
 
 
@@ -137,7 +207,7 @@ def test_a_wrong_key_is_not_shown_and_no_key_is_in_the_repr() -> None:
     [
         ("prot = 80", "did you mean port"),
         ("ctx_size = 80", "did you mean ctx-size"),
-        ("[server]\nport = 80", "known: model, host"),
+        ("[server]\nport = 80", "known: model, swap-model"),
         ("port = ", "no TOML"),
         ("\xff", "no TOML"),
     ],
@@ -162,16 +232,34 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_the_defaults_are_the_librarys(tmp_path: Path) -> None:
     plain = Settings(cache_dir=tmp_path)
     settings = Config(cache_dir=tmp_path).settings()
-    assert settings == plain
+    assert settings == replace(plain, engine="process")  # what serves others must not go with it
     changed = Config(cache_dir=tmp_path, ctx_size=512, exact=True, gpu_layers=3).settings()
     assert (changed.context_size, changed.exact, changed.gpu_layers) == (512, True, 3)
 
 
-def test_values_that_cannot_work_together_are_the_configs_own_error() -> None:
-    with pytest.raises(ConfigError, match="block-size is 100: use a multiple of 64"):
-        load_config({"block_size": "100"}, {}).settings()
+def test_what_the_settings_refuse_is_told_in_the_words_it_was_written_in(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("block-size = 100")
+    for config, says in (
+        (load_config({"block_size": "100"}, {}), "--block-size"),
+        (load_config({}, {"ANAPHORA_BLOCK_SIZE": "100"}), "ANAPHORA_BLOCK_SIZE"),
+        (load_config({}, {}, file), f"block-size in {file}"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            config.settings()
+        assert str(config.as_written(caught.value)) == (
+            f"{says} is 100: use a multiple of 64, for example 256"
+        )
+
+
+def test_every_setting_is_told_as_the_option_it_is() -> None:
+    for item in fields(Settings):
+        told = str(Config().as_written(SettingsError("is wrong", setting=item.name)))
+        option = told.removeprefix("--").removesuffix(" is wrong").replace("-", "_")
+        assert option in FIELDS or item.name == "reserve_tokens", "no option has that"
+    assert str(Config().as_written(SettingsError("nothing fits"))) == "nothing fits"
 
 
 def test_every_option_is_explained() -> None:
-    for item in fields(Config):
+    for item in FIELDS.values():
         assert item.metadata["option"].help.endswith(".")

@@ -23,7 +23,7 @@ from anaphora.cache.format import Header, Seals
 from anaphora.cache.keys import Segment, link
 from anaphora.cli import app
 from anaphora.config import FIELDS, load_config, spelled, variable
-from anaphora.engine.llamacpp.params import PASS_THROUGH
+from anaphora.engine.llamacpp.params import PASS_THROUGH, build
 from tests.test_serve import Start, start  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +37,8 @@ DESCRIBED = {
     "anaphora keys add": "Users and keys",
     "anaphora keys ls": "Users and keys",
     "anaphora keys revoke": "Users and keys",
+    "anaphora keys share": "Users and keys",
+    "anaphora keys unshare": "Users and keys",
 }
 """Sections of the server's page that explain a command; the README explains the others."""
 
@@ -168,7 +170,24 @@ def test_every_option_of_the_server_is_there_with_its_default() -> None:
 def test_the_configuration_file_of_the_server_page_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "anaphora.toml"
     file.write_text(code(SERVER, "toml"))
-    assert load_config({}, {}, file).disk_budget == 200 << 30
+    config = load_config({}, {}, file)
+    assert config.disk_budget == 200 << 30
+    for name, value in config.llama:
+        build(Settings(llama={name: value}))
+
+
+def test_builds_for_gpus_are_of_the_llama_cpp_that_is_used() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set(re.findall(r"llama-cpp-python==[\d.]+", section(SERVER, "GPUs")))
+    assert named == {text for text in project["dependencies"] if text.startswith("llama-cpp")}
+
+
+def test_parameters_of_llama_cpp_on_the_server_page_are_among_them() -> None:
+    text = section(SERVER, "Options").split("### Parameters of llama.cpp")[1]
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 10
+    assert named <= set(PASS_THROUGH)
 
 
 def test_every_parameter_of_llama_cpp_is_named() -> None:
@@ -186,7 +205,8 @@ def test_every_command_is_in_the_readme_and_every_option_where_it_is_explained()
 
 
 def test_no_option_is_explained_that_there_is_not() -> None:
-    every = {"--version"}
+    every = {"--version", "--install-completion", "--show-completion"}
+    every |= {"--no-binary", "--no-cache-dir"}  # pip's
     for _, command in commands(typer.main.get_command(app)):
         every.update(*((*p.opts, *p.secondary_opts) for p in command.params))
     for page in README, SERVER:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,15 @@ def test_references(reference: str, repo: str, quant: str | None) -> None:
         "hf:./b",
         "hf:a/b:../x",
         "hf:a/b:",
+        "hf:a/b:x/y",
+        "hf:a/b:/etc/passwd",
+        "hf:a/b:x\\y",
+        "hf:a\\b/c",
+        "hf:/etc/passwd",
+        "hf:~/b",
+        "hf:-a/b",
+        "hf:a/b%2f..",
+        "hf:a/b\x00",
         "hf:a--b/c",
         "hf:a/b\n",
         "hf:a/b c",
@@ -168,6 +180,93 @@ def test_a_file_cannot_escape_its_repositorys_folder(hub: Hub, tmp_path: Path) -
     (outside / "tiny-Q8_0.gguf").write_text("mine")
     with pytest.raises(ModelNotFoundError, match="leads out of the folder"):
         fetch(HubModel(REPO, "Q8_0"))
+
+
+def test_a_snapshot_or_a_part_that_leads_elsewhere_is_refused(hub: Hub, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "tiny-Q8_0.gguf").write_text("mine")
+    (outside / "tiny-F16-00002-of-00002.gguf").write_text("mine")
+    hub.add("tiny-F16-00001-of-00002.gguf")
+    (hub.snapshot / "tiny-F16-00002-of-00002.gguf").symlink_to(
+        outside / "tiny-F16-00002-of-00002.gguf"
+    )
+    (hub.snapshot / "sub").symlink_to(outside)
+    with pytest.raises(ModelNotFoundError, match="leads out of the folder"):
+        fetch(HubModel(REPO, "F16"))
+    with pytest.raises(ModelNotFoundError, match=r"leads out of the folder|not in the cache"):
+        fetch(HubModel(REPO, "Q8_0"))
+    shutil.rmtree(hub.snapshot)
+    hub.snapshot.symlink_to(outside)
+    with pytest.raises(ModelNotFoundError, match="leads out of the folder"):
+        fetch(HubModel(REPO, "Q8_0"))
+
+
+class Endpoint:
+    """Stands where the Hub is: counts who comes, and answers with what it was given, or not."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.visits = 0
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            with connection:
+                if not connection.recv(65536):
+                    return
+                self.visits += 1
+                connection.sendall(self._answer)
+
+    def close(self) -> None:
+        socket.create_connection(self._socket.getsockname()).close()
+        self._thread.join()
+        self._socket.close()
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> Endpoint:
+    endpoint = Endpoint(answer)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint.url)
+    return endpoint
+
+
+def test_where_the_hub_does_not_answer_it_is_asked_once_and_the_cache_serves(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = hub.add("tiny-Q4_K_M.gguf")
+    for answer in (b"", b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n"):
+        endpoint = answering(monkeypatch, answer)
+        try:
+            assert fetch(HubModel(REPO)) == here
+            assert endpoint.visits == 1
+            with pytest.raises(ModelNotFoundError, match="can't be downloaded") as caught:
+                fetch(HubModel("someone/else"))
+            assert "\n" not in str(caught.value)
+            assert endpoint.visits == 2
+        finally:
+            endpoint.close()
+
+
+def test_a_repository_cannot_name_files_outside_its_folder(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["../tiny-Q8_0.gguf", "/tmp/tiny-Q8_0.gguf", "a/../../tiny-Q8_0.gguf"]
+    siblings = [{"rfilename": name} for name in names]
+    body = json.dumps({"id": REPO, "siblings": siblings}).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    endpoint = answering(monkeypatch, head.encode() + body)
+    try:
+        for quant in (None, "Q8_0"):
+            with pytest.raises(ModelNotFoundError, match="no GGUF"):
+                fetch(HubModel(REPO, quant))
+        assert endpoint.visits == 2, "nothing was asked for but the list"
+    finally:
+        endpoint.close()
 
 
 def test_a_repositorys_folder_may_itself_be_a_link(hub: Hub, tmp_path: Path) -> None:

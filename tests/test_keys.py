@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anaphora.cache.keys import Segment, segment_id
 from anaphora.errors import KeysError
-from anaphora.keys import LOCAL, KeyFile, Keys, tenant_salt
+from anaphora.keys import LOCAL, KeyFile, Keys, Tenant, namespace_salt, tenant_salt
 
 
 @pytest.fixture
@@ -22,12 +22,19 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config" / "keys.json"
 
 
+def checked(path: Path, key: str) -> Tenant:
+    tenant = Keys(path).check(key)
+    assert tenant is not None
+    return tenant
+
+
 def test_without_keys_everybody_is_local_and_nothing_is_written(path: Path) -> None:
     keys = Keys(path)
     assert not keys.required
     assert keys.check(None) is LOCAL
     assert keys.check("Bearer anything") is LOCAL
-    assert LOCAL.segment == Segment()
+    assert LOCAL.segments(100) == (Segment(),)
+    assert LOCAL.operator
     assert not path.exists()
 
 
@@ -39,7 +46,8 @@ def test_a_key_lets_its_tenant_in_however_it_is_sent(path: Path) -> None:
         tenant = keys.check(header)
         assert tenant is not None
         assert tenant.name == "acme"
-        assert tenant.segment.owner == "acme"
+        assert [segment.owner for segment in tenant.segments()] == ["acme"]
+        assert not tenant.operator
     wrong = (None, "", "Bearer", "Bearer ", key[:-1], key + "x", f"Basic {key}", "é", "\ud83d")
     for refused in wrong:
         assert keys.check(refused) is None
@@ -118,6 +126,10 @@ def test_a_file_damaged_while_the_server_runs_refuses_every_key(path: Path) -> N
         '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": 1}]}',
         '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": "a", "tenant": 5, '
         '"digest": "' + "00" * 32 + '", "created": 0}]}',
+        '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [{"name": "a", "tenant": "a", '
+        '"digest": "' + "00" * 32 + '", "created": 0, "operator": "no"}]}',
+        '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [], "shared": {"a": 1}}',
+        '{"version": 1, "secret": "' + "00" * 32 + '", "keys": [], "shared": {"a": "b c"}}',
         "\xff",
     ],
 )
@@ -169,10 +181,95 @@ def test_two_installations_have_different_salts(tmp_path: Path) -> None:
     assert len(salts) == 2
 
 
-def test_a_tenant_called_local_is_not_everybody(path: Path) -> None:
-    tenant = Keys(path).check(KeyFile(path).add("local"))
-    assert tenant is not None
-    assert segment_id(tenant.segment) != segment_id(LOCAL.segment)
+def test_no_tenant_can_be_called_like_everybody(path: Path) -> None:
+    for name, tenant in (("local", None), ("laptop", "local")):
+        with pytest.raises(KeysError, match="local"):
+            KeyFile(path).add(name, tenant)
+    KeyFile(path).add("local", "acme")
+
+
+def test_an_operators_key_says_so(path: Path) -> None:
+    file = KeyFile(path)
+    ours, theirs = file.add("ours", "acme", operator=True), file.add("theirs", "acme")
+    assert [record.operator for record in file.records()] == [True, False]
+    assert checked(path, ours).operator
+    assert not checked(path, theirs).operator
+    assert checked(path, ours).segments() == checked(path, theirs).segments(), "one tenant"
+
+
+def test_a_file_from_before_there_were_operators_and_namespaces_is_read(path: Path) -> None:
+    key = KeyFile(path).add("laptop")
+    data = json.loads(path.read_text())
+    del data["shared"]
+    del data["keys"][0]["operator"]
+    path.write_text(json.dumps(data))
+    assert not checked(path, key).operator
+    assert checked(path, key).shared is None
+    assert KeyFile(path).shared() == {}
+
+
+def test_a_namespace_holds_the_beginnings_of_its_members_prompts(path: Path) -> None:
+    file = KeyFile(path)
+    keys = {name: file.add(name) for name in ("one", "two", "other", "alone")}
+    for name, namespace in (("one", "house"), ("two", "house"), ("other", "mansion")):
+        file.share(name, namespace)
+    assert file.shared() == {"one": "house", "two": "house", "other": "mansion"}
+    divided = {name: checked(path, key).segments(100) for name, key in keys.items()}
+    beginnings = {name: segments[0] for name, segments in divided.items()}
+    assert beginnings["one"] == beginnings["two"]
+    assert beginnings["one"].end == 100
+    assert len({segment_id(segment) for segment in beginnings.values()}) == 3
+    assert len({segment_id(segments[-1]) for segments in divided.values()}) == 4
+    assert [len(segments) for segments in divided.values()] == [2, 2, 2, 1]
+    assert len(checked(path, keys["one"]).segments(0)) == 1
+
+
+def test_who_shares_can_be_changed_in_a_running_server(path: Path) -> None:
+    file = KeyFile(path)
+    key = file.add("laptop", "acme")
+    keys = Keys(path)
+
+    def owners() -> list[str]:
+        tenant = keys.check(key)
+        assert tenant is not None
+        return [segment.owner for segment in tenant.segments(9)]
+
+    assert owners() == ["acme"]
+    file.share("acme", "house")
+    assert owners() == ["shared:house", "acme"]
+    file.share("acme", "mansion")
+    assert owners() == ["shared:mansion", "acme"]
+    file.add("phone", "acme")
+    file.revoke("phone")
+    assert owners() == ["shared:mansion", "acme"]
+    assert file.unshare("acme") == "mansion"
+    assert owners() == ["acme"]
+
+
+def test_only_tenants_there_are_can_share(path: Path) -> None:
+    file = KeyFile(path)
+    file.add("laptop", "acme")
+    with pytest.raises(KeysError, match="no key speaks"):
+        file.share("laptop", "house")
+    for name in ("", "a b", "a/b", "shared:house"):
+        with pytest.raises(KeysError, match="namespace cannot be called"):
+            file.share("acme", name)
+    with pytest.raises(KeysError, match="shares"):
+        file.unshare("acme")
+    file.share("default", "house")  # that of the keys given in the settings
+    given = Keys(path, ["given"]).check("given")
+    assert given is not None
+    assert given.operator
+    assert given.segments(9)[0].owner == "shared:house"
+
+
+def test_a_namespace_never_has_the_salt_or_the_name_of_a_tenant(path: Path) -> None:
+    assert namespace_salt(bytes(32), "x") != tenant_salt(bytes(32), "x")
+    key = KeyFile(path).add("x")
+    KeyFile(path).share("x", "x")
+    shared, own = checked(path, key).segments(9)
+    assert shared.owner != own.owner
+    assert shared.salt != own.salt
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=8, unique=True))

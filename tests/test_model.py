@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from anaphora import GREEDY, CacheHints, Chat, Model, Sampling, Segment
+from anaphora.engine.host import EngineHost
 from anaphora.engine.protocol import Done, Request
 from anaphora.errors import (
     CacheDirectoryError,
@@ -174,7 +175,8 @@ def wait_until_settled(model: Model, chat: Chat) -> None:
 def test_without_a_cache_there_is_nothing_to_settle(tiny_model: TinyModel) -> None:
     with Model.load(tiny_model("mamba"), cache_dir=None, context_size=2048) as model:
         model.chat(DOCUMENT, max_tokens=5).send("What time is it?")
-        assert not model._host._listeners
+        assert isinstance(model.host, EngineHost)
+        assert not model.host._listeners
 
 
 def test_a_restart_reads_from_disk(load: Load) -> None:

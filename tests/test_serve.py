@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,16 +12,29 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from anaphora.cache.inspect import list_namespaces
+from anaphora.engine.identity import model_digest
 from anaphora.keys import KeyFile
+from tests.conftest import TinyModel
 from tests.test_cli import run
 from tests.tiny_models import CONTROL, VOCABULARY
+
+ENDLESS = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 190_000,
+    "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
+}
+"""A request that goes on and on: the tokens that would end it are banned."""
 
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
@@ -37,8 +51,10 @@ class Served:
         assert match, self.shown
         return match[1]
 
-    def ask(self, max_tokens: int = 4, **options: object) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": max_tokens}
+    def ask(
+        self, max_tokens: int = 4, content: str = DOCUMENT, **options: object
+    ) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60, **options)  # type: ignore[arg-type]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -54,8 +70,10 @@ def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     """``start(*arguments)``: a server on a port of its own, when it takes requests."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_(*arguments: object, env: dict[str, str] | None = None) -> Served:
-        command = [sys.executable, "-m", "anaphora.cli", "serve", str(tiny_llama), "--port", "0"]
+    def start_(
+        *arguments: object, env: dict[str, str] | None = None, model: Path = tiny_llama
+    ) -> Served:
+        command = [sys.executable, "-m", "anaphora.cli", "serve", str(model), "--port", "0"]
         command += ["--cache-dir", str(tmp_path / "cache"), "--threads", "1"]
         command += ["--memory-budget", "64MiB", "--disk-budget", "1GiB"]
         command += ["--keys-file", str(tmp_path / "keys.json"), *map(str, arguments)]
@@ -130,12 +148,7 @@ def test_a_stream_in_flight_is_finished_when_there_is_time(start: Start) -> None
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path: Path) -> None:
     served = start("--drain-seconds", 0)
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8000,
-        "stream": True,
-        "logit_bias": {str(VOCABULARY.index(token)): -100 for token in CONTROL},
-    }
+    body = {**ENDLESS, "stream": True}
     with httpx.stream(
         "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
     ) as response:
@@ -146,6 +159,56 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(start: Start, tmp_path:
     assert any('"error"' in line for line in rest), rest[-4:]
     assert served.process.wait(30) == 0
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_runs_at_once_and_properly(
+    start: Start, tmp_path: Path, number: int
+) -> None:
+    served = start("--drain-seconds", 3600, "--ctx-size", 200_000)
+    cold = served.ask().json()["usage"]["prompt_tokens"]
+    url = f"{served.url}/v1/chat/completions"
+    with (
+        ThreadPoolExecutor() as threads,
+        httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=60) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        whole = threads.submit(httpx.post, url, json=ENDLESS, timeout=60)
+        while "running 2.0" not in httpx.get(f"{served.url}/metrics").text:
+            pass
+        served.process.send_signal(number)
+        while listens(served):
+            pass
+        served.process.send_signal(number)
+        rest = list(lines)
+        refused = whole.result()
+    assert any('"error"' in line for line in rest), rest[-4:]
+    assert refused.status_code == 503
+    assert "stopping" in refused.json()["error"]["message"]
+    assert served.process.wait(30) == 0
+    assert served.process.stdout is not None
+    assert "stopped" in served.process.stdout.read()
+    assert (tmp_path / "stderr").read_text() == ""
+    warm = start().ask().json()["usage"]
+    assert warm["prompt_tokens_details"]["cached_tokens"] == cold
+
+
+def test_a_connection_that_does_not_end_is_closed(start: Start, tmp_path: Path) -> None:
+    served = start("--drain-seconds", 3600)
+    address = httpx.URL(served.url)
+    with socket.create_connection((address.host, address.port or 0), 60) as client:
+        head = "host: localhost\r\nexpect: 100-continue\r\ncontent-length: 9"
+        client.sendall(f"POST /v1/messages HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        assert b"100" in client.recv(100), "the body is waited for"
+        served.process.send_signal(signal.SIGINT)
+        while listens(served):
+            pass
+        served.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+    assert served.process.wait(30) == 0
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_with_keys_only_their_holders_are_served(start: Start, tmp_path: Path) -> None:
@@ -173,6 +236,18 @@ def test_a_key_may_come_from_the_environment(start: Start) -> None:
     assert served.ask().status_code == 401
     assert served.ask(headers={"x-api-key": "sesame"}).status_code == 200
     assert "sesame" not in served.shown
+
+
+def test_adapters_and_parameters_of_llama_cpp_are_the_models(
+    start: Start, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    options = ("--adapter", f"{tiny_adapter}:0.5", "--llama", "rope_freq_base=20000")
+    served = start(*options, env={"ANAPHORA_LLAMA": "n_batch=none,of=these"})
+    assert served.ask().status_code == 200
+    assert served.stop() == 0
+    (info,) = list_namespaces(tmp_path / "cache")
+    assert info.identity["adapters"] == f"{model_digest(tiny_adapter)}@0.5"
+    assert info.identity["rope_freq_base"] == "20000.0"
 
 
 def test_other_names_are_refused_without_keys(start: Start) -> None:
@@ -238,8 +313,14 @@ def test_two_that_start_at_once_do_not_both_take_the_port(tiny_llama: Path, tmp_
         (("--port", "http"), "--port is 'http'"),
         (("--host", "no.such.host.invalid"), "no address of this machine"),
         (("--host", "192.0.2.1"), "no address of this machine"),
-        (("--kv-type", "q99"), "kv_type"),
-        (("--block-size", "100"), "block-size is 100"),
+        (("--kv-type", "q99"), "--kv-type is 'q99': use K or K,V"),
+        (("--kv-type", "q8_0,q8_0", "--flash-attn", "off"), "--kv-type is 'q8_0,q8_0', and"),
+        (("--block-size", "100"), "--block-size is 100"),
+        (("--ctx-size", "2000000000"), "use a smaller context"),
+        (("--llama", "n_ctx=5"), "--llama has 'n_ctx', which is no llama.cpp parameter"),
+        (("--llama", "n_batch=many"), "--llama has n_batch = 'many'"),
+        (("--llama", "n_batch"), "--llama is ['n_batch']: use NAME=VALUE"),
+        (("--adapter", "/nowhere-adapter.gguf"), "nowhere-adapter.gguf"),
         (("--memory-budget", "8G"), "8GiB"),
         (("--config", "/nowhere.toml"), "nowhere.toml"),
         (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
@@ -259,6 +340,16 @@ def test_a_missing_model_is_one_line(tmp_path: Path, name: str) -> None:
     assert_one_line(serve(name, tmp_path))
 
 
+def listens(served: Served) -> bool:
+    """Whether it takes connections."""
+    address = httpx.URL(served.url)
+    try:
+        socket.create_connection((address.host, address.port or 0), 60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
 def arguments(model: object, folder: Path, *options: object) -> list[str]:
     fixed = ("serve", model, "--cache-dir", folder, "--keys-file", folder / "keys.json")
     return [str(item) for item in (*fixed, "--threads", 1, *options)]
@@ -274,3 +365,71 @@ def assert_one_line(failed: subprocess.CompletedProcess[str]) -> None:
     lines = failed.stderr.strip().splitlines()
     assert len(lines) == 1, failed.stderr
     assert lines[0].startswith("anaphora: ")
+
+
+def test_two_servers_on_one_folder(start: Start, tmp_path: Path) -> None:
+    shared = [f"shared {number} {DOCUMENT}" for number in range(5)]
+    first, second = start(), start()
+    with ThreadPoolExecutor(4) as threads:
+        answers = [
+            threads.submit(server.ask, content=text)
+            for number in range(5)
+            for server in (first, second)
+            for text in (shared[number], f"only {server.url} {number} {DOCUMENT}")
+        ]
+        assert {answer.result().status_code for answer in answers} == {200}
+    assert "caches in memory only" in (tmp_path / "stderr").read_text()
+    first.stop()
+    again = start()
+    assert cached(again.ask(content=shared[0])) > 256
+    again.process.kill()
+    again.process.wait()
+    assert second.ask(content=shared[1]).status_code == 200
+    # Nobody holds the folder any more, and nothing in it is spoiled.
+    last = start()
+    assert cached(last.ask(content=shared[0])) > 256
+    assert cached(last.ask(content=shared[4])) > 256
+    last.stop()
+    assert second.stop() == 0
+    checked = run("cache", "verify", "--cache-dir", str(tmp_path / "cache"))
+    assert checked.returncode == 0, checked.stdout
+    size = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+    assert size < 1 << 30
+
+
+def test_servers_of_different_models_share_a_folder(
+    start: Start, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    first = start()
+    other = start(model=tiny_model("llama", seed=5))
+    assert "caches in memory only" not in (tmp_path / "stderr").read_text()
+    assert first.ask().status_code == other.ask().status_code == 200
+    for server in (first, other):
+        server.stop()
+    assert cached(start(model=tiny_model("llama", seed=5)).ask()) > 256
+    assert cached(start().ask()) > 256
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+def test_killed_with_its_engine_it_starts_again_with_what_was_written(
+    start: Start, tmp_path: Path, engine: str
+) -> None:
+    server = start("--engine", engine)
+    server.ask()
+    folder = tmp_path / "cache"
+    while not list(folder.glob("*/blocks/*/*")):  # an idle engine writes within seconds
+        time.sleep(0.05)
+    time.sleep(0.5)
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == (engine == "process")
+    server.process.kill()
+    server.process.wait()
+    psutil.wait_procs(children, 10)
+    again = start("--engine", engine)
+    assert cached(again.ask()) > 256
+    assert "memory only" not in (tmp_path / "stderr").read_text()
+
+
+def cached(response: httpx.Response) -> int:
+    tokens: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens

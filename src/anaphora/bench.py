@@ -49,8 +49,12 @@ DECODED = 64
 SHARED = 3500
 SEQUENCES = 8
 LONG = 7680
+HITS = 3
+"""How often each kind of hit is timed in a round."""
 REST = 0.5
 """Seconds before a hit is timed, for the engine and the plain loop alike."""
+SWEPT = 128 << 20
+"""Bytes read then, so that both find the processor's caches cold."""
 LONG_CACHED = LONG * 95 // 100
 
 Say = Callable[[str], None]
@@ -155,7 +159,12 @@ class _Engine:
         """Do all idle work there is, and let the disk come to rest."""
         while (wait := self.engine.step()) is not None:
             self._clock.advance(wait)
-        time.sleep(REST)
+        _rest()
+
+    def empty(self) -> None:
+        """Settle, and leave no sequence live."""
+        self.settle()
+        self.engine.release_idle()
 
     def close(self) -> None:
         self.engine.close()
@@ -247,87 +256,55 @@ def measure(
     return Report(info.model, settings.flash_attn, repeats, (*rows, restart), notes)
 
 
+def _rest() -> None:
+    """As after a pause in which other programs ran."""
+    time.sleep(REST)
+    np.ones(SWEPT, dtype=np.int8).sum()
+
+
 def _prompt(vocabulary: Vocabulary) -> Tokens:
     text = load_test_document(8 * LONG)
     tokens = np.array(vocabulary.encode(text), dtype=np.int32)
     return np.resize(tokens, LONG + SUFFIX)
 
 
+class _Times(dict[str, list[float]]):
+    """Seconds by what was measured, one value a round."""
+
+    def note(self, name: str, *seconds: float) -> None:
+        """The value of this round: the median of ``seconds``."""
+        self.setdefault(name, []).append(statistics.median(seconds))
+
+    def paired(self, name: str, reference: str) -> float:
+        return _paired(self[name], self[reference])
+
+
 def _compare(
     engine: _Engine, tokens: Tokens, repeats: int, say: Say
 ) -> tuple[list[Row], dict[str, float]]:
-    loop = _Loop(engine.engine, engine.sampling)
-    times: dict[str, list[float]] = {}
-    """One value a round."""
-
-    def note(name: str, *seconds: float) -> None:
-        times.setdefault(name, []).append(statistics.median(seconds))
-
-    prefix, prompt = tokens[:PREFIX], tokens[: PREFIX + SUFFIX]
-    loop.prefill(prefix)  # buffers are touched for the first time before anything is timed
+    loop, times = _Loop(engine.engine, engine.sampling), _Times()
+    loop.prefill(tokens[:PREFIX])  # buffers are touched for the first time before anything is timed
     loop.clear()
-    other = np.concatenate([prefix, tokens[PREFIX + SUFFIX : PREFIX + 2 * SUFFIX]])
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: cold, decode, hits")
-        salt = f"round {number}"
-        with _native_seconds() as native:
-            (cold,) = engine.run(engine.request(prefix, DECODED, salt))
-        note("cold", cold.first_token)
-        note("decode", *cold.steps)
-        note("python", _python_share(cold.steps, native))
-        engine.settle()
-        (live,) = engine.run(engine.request(prompt, 1, salt))
-        _expect(live.found.live >= PREFIX, "the hit did not come from live cells")
-        note("live", live.first_token)
-        engine.settle()
-        engine.engine.release_idle()
-        (memory,) = engine.run(engine.request(other, 1, salt))
-        _expect(memory.found.memory >= PREFIX, "the hit did not come from memory")
-        note("memory", memory.first_token)
-        engine.settle()
-        engine.engine.release_idle()
-
-        began = time.perf_counter()
-        token = loop.prefill(prefix)
-        note("loop cold", time.perf_counter() - began)
-        note("loop decode", *loop.decode(token, PREFIX, DECODED - 1))
-        loop.context.truncate(0, PREFIX)
-        time.sleep(REST)
-        began = time.perf_counter()
-        loop.prefill(prompt[PREFIX:], PREFIX)
-        note("loop suffix", time.perf_counter() - began)
-        loop.clear()
-
+        _cold_and_hits(engine, tokens, f"round {number}", times)
+        _cold_and_suffixes(loop, tokens, times)
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: {SEQUENCES} sequences on one prefix")
-        note("eight", *_eight(engine, tokens, f"eight {number}"))
-        engine.settle()
-        engine.engine.release_idle()
-        note("loop eight", *_eight_plain(loop, tokens))
+        times.note("eight", *_eight(engine, tokens, f"eight {number}"))
+        engine.empty()
+        times.note("loop eight", *_eight_plain(loop, tokens))
         loop.clear()
-
     for number in range(repeats):
         say(f"round {number + 1} of {repeats}: {LONG} tokens, 95 % of them cached")
-        salt = f"long {number}"
-        (cold,) = engine.run(engine.request(tokens[:LONG], 1, salt))
-        note("long cold", cold.first_token)
-        engine.settle()
-        other_end = tokens[LONG_CACHED:LONG][::-1]
-        parting = np.concatenate([tokens[:LONG_CACHED], other_end])
-        (hit,) = engine.run(engine.request(parting, 1, salt))
-        _expect(hit.found.total >= LONG_CACHED, "the long prompt did not hit")
-        note("long hit", hit.first_token)
-        engine.settle()
-        engine.engine.release_idle()
+        _long(engine, tokens, f"long {number}", times)
 
     def row(
         what: str, name: str, reference: str, ratio: float, bar: float, *, at_least: bool = False
     ) -> Row:
         return Row(what, medians[name], medians[reference], ratio, bar, at_least=at_least)
 
-    def paired(name: str, reference: str) -> float:
-        return _paired(times[name], times[reference])
-
+    paired = times.paired
     size = f"{PREFIX} + {SUFFIX}"
     medians = {name: statistics.median(values) for name, values in times.items()}
     python = medians["python"]
@@ -365,6 +342,62 @@ def _compare(
         ),
     ]
     return rows, medians
+
+
+def _cold_and_hits(engine: _Engine, tokens: Tokens, salt: str, times: _Times) -> None:
+    prefix = tokens[:PREFIX]
+    with _native_seconds() as native:
+        (cold,) = engine.run(engine.request(prefix, DECODED, salt))
+    times.note("cold", cold.first_token)
+    times.note("decode", *cold.steps)
+    times.note("python", _python_share(cold.steps, native))
+    live, memory = [], []
+    for number in range(HITS):
+        engine.settle()
+        (hit,) = engine.run(engine.request(_hit(tokens, number), 1, salt))
+        _expect(hit.found.live >= PREFIX, "the hit did not come from live cells")
+        live.append(hit.first_token)
+    for number in range(HITS, 2 * HITS):
+        engine.empty()
+        (hit,) = engine.run(engine.request(_hit(tokens, number), 1, salt))
+        _expect(hit.found.memory >= PREFIX, "the hit did not come from memory")
+        memory.append(hit.first_token)
+    times.note("live", *live)
+    times.note("memory", *memory)
+    engine.empty()
+
+
+def _cold_and_suffixes(loop: _Loop, tokens: Tokens, times: _Times) -> None:
+    began = time.perf_counter()
+    token = loop.prefill(tokens[:PREFIX])
+    times.note("loop cold", time.perf_counter() - began)
+    times.note("loop decode", *loop.decode(token, PREFIX, DECODED - 1))
+    seconds = []
+    for number in range(HITS):
+        loop.context.truncate(0, PREFIX)
+        _rest()
+        began = time.perf_counter()
+        loop.prefill(_hit(tokens, number)[PREFIX:], PREFIX)
+        seconds.append(time.perf_counter() - began)
+    times.note("loop suffix", *seconds)
+    loop.clear()
+
+
+def _hit(tokens: Tokens, number: int) -> Tokens:
+    """The prefix and some other new tokens for each ``number``."""
+    return np.concatenate([tokens[:PREFIX], tokens[PREFIX + SUFFIX * number :][:SUFFIX]])
+
+
+def _long(engine: _Engine, tokens: Tokens, salt: str, times: _Times) -> None:
+    (cold,) = engine.run(engine.request(tokens[:LONG], 1, salt))
+    engine.settle()
+    other_end = tokens[LONG_CACHED:LONG][::-1]
+    parting = np.concatenate([tokens[:LONG_CACHED], other_end])
+    (hit,) = engine.run(engine.request(parting, 1, salt))
+    _expect(hit.found.total >= LONG_CACHED, "the long prompt did not hit")
+    times.note("long cold", cold.first_token)
+    times.note("long hit", hit.first_token)
+    engine.empty()
 
 
 def _paired(ours: Iterable[float], theirs: Iterable[float]) -> float:
@@ -429,17 +462,13 @@ def _restart(
         try:
             # One decode call, as warm-up.
             reader.run(reader.request(tokens[-GRID:], 1, "warm-up"))
-            reader.settle()
-            reader.engine.release_idle()
+            reader.empty()
             _drop_pages(files)
-            request = reader.request(tokens[: PREFIX + SUFFIX], 1, "restart")
-            (run,) = reader.run(request)
+            (run,) = reader.run(reader.request(_hit(tokens, 0), 1, "restart"))
             _expect(run.found.disk >= PREFIX, "the hit did not come from disk")
             hits.append(run.first_token)
-            reader.settle()
-            reader.engine.release_idle()
-            other = np.concatenate([tokens[:PREFIX], tokens[PREFIX + SUFFIX :][:SUFFIX]])
-            (run,) = reader.run(reader.request(other, 1, "restart"))
+            reader.empty()
+            (run,) = reader.run(reader.request(_hit(tokens, 1), 1, "restart"))
             _expect(run.found.memory >= PREFIX, "the hit did not come from memory")
             warm.append(run.first_token)
             read = []

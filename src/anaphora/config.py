@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -20,7 +22,13 @@ from typing import Any
 
 from anaphora.errors import ConfigError, SettingsError
 from anaphora.keys import DEFAULT_KEYS_FILE
-from anaphora.settings import DEFAULT_CACHE_DIR, FlashAttention, Settings
+from anaphora.settings import (
+    DEFAULT_CACHE_DIR,
+    Adapter,
+    EnginePlace,
+    FlashAttention,
+    Settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +121,49 @@ def _size(value: object) -> int:
     return int(size)
 
 
+def _adapters(value: object) -> tuple[Adapter, ...]:
+    """``PATH`` or ``PATH:SCALE``, several as :func:`_texts` takes them."""
+    adapters = []
+    for text in _texts(value):
+        path, colon, scale = text.rpartition(":")
+        try:
+            number = float(scale)
+        except ValueError:  # a colon of the path's own
+            colon = ""
+        if not colon:
+            path, number = text, 1.0
+        if not path or not math.isfinite(number):
+            raise ValueError("use PATH or PATH:SCALE")
+        adapters.append(Adapter(Path(path).expanduser(), number))
+    return tuple(adapters)
+
+
+def _parameters(value: object) -> tuple[tuple[str, object], ...]:
+    """A TOML table, or texts ``NAME=VALUE`` as :func:`_texts` takes them."""
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    found: dict[str, object] = {}
+    for text in _texts(value):
+        name, equals, written = (part.strip() for part in text.partition("="))
+        if not (name and equals and written):
+            raise ValueError("use NAME=VALUE")
+        if name in found:
+            raise ValueError(f"use {name} once")
+        found[name] = _plain(written)
+    return tuple(found.items())
+
+
+def _plain(text: str) -> object:
+    """A switch or a number where ``text`` is written like one."""
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[+-]?\d{1,19}", text, re.ASCII):
+        return int(text)
+    if re.fullmatch(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", text, re.ASCII | re.IGNORECASE):
+        return float(text)
+    return text
+
+
 def _option(default: Any, parse: Parse, help: str, metavar: str = "TEXT") -> Any:
     return field(default=default, metadata={"option": Option(parse, help, metavar)})
 
@@ -123,6 +174,12 @@ class Config:
 
     model: str | None = _option(
         None, _text, "A GGUF file, or hf:OWNER/REPO[:QUANT]. Default: the bundled model.", "MODEL"
+    )
+    swap_model: tuple[str, ...] = _option(
+        (),
+        _texts,
+        "A further model, loaded in the other's place when a request names it; may be repeated.",
+        "[NAME=]MODEL",
     )
 
     host: str = _option("127.0.0.1", _text, "Address to listen on.", "HOST")
@@ -149,6 +206,13 @@ class Config:
         None, _integer(64), "Tokens one request can hold. Default: the model's own.", "TOKENS"
     )
     parallel: int = _option(4, _integer(1), "Requests computed at the same time.", "N")
+    engine: EnginePlace = _option(
+        "process",
+        _choice("thread", "process"),
+        "Where llama.cpp runs: in a process of its own, which is started again when it dies, or "
+        "on a thread of the server.",
+        "PLACE",
+    )
     threads: int | None = _option(None, _integer(1), "CPU threads.", "N")
     gpu_layers: int | None = _option(
         None, _integer(-1), "Layers on the GPU. Default: all, in a build for GPUs.", "N"
@@ -156,6 +220,15 @@ class Config:
     kv_type: str = _option("f16", _text, "Type of K[,V], such as q8_0 or q8_0,f16.", "TYPE")
     flash_attn: FlashAttention = _option(
         "auto", _choice("auto", "on", "off"), "Flash attention: auto, on, off.", "WHEN"
+    )
+    adapter: tuple[Adapter, ...] = _option(
+        (), _adapters, "A LoRA adapter for the model; may be repeated.", "PATH[:SCALE]"
+    )
+    llama: tuple[tuple[str, object], ...] = _option(
+        (),
+        _parameters,
+        "A parameter of llama.cpp's own, such as n_ubatch=1024; may be repeated.",
+        "NAME=VALUE",
     )
     chat_template: Path | None = _option(
         None, _path, "A Jinja file instead of the model's own template.", "FILE"
@@ -189,32 +262,45 @@ class Config:
         10, _integer(0, 3600), "How long requests may go on when the server is stopped.", "SECONDS"
     )
 
+    places: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """What the options that were given are called where they were, by field name."""
+
     def settings(self) -> Settings:
         """The settings of the model and its cache.
 
-        Raises :class:`~anaphora.errors.ConfigError` for values that can't work.
+        Raises :class:`~anaphora.errors.SettingsError` for values that can't work.
         """
-        try:
-            return Settings(
-                cache_dir=self.cache_dir.expanduser(),
-                memory_budget=self.memory_budget,
-                disk_budget=self.disk_budget,
-                block_size=self.block_size,
-                exact=self.exact,
-                context_size=self.ctx_size,
-                parallel=self.parallel,
-                threads=self.threads,
-                gpu_layers=self.gpu_layers,
-                kv_type=self.kv_type,
-                flash_attn=self.flash_attn,
-                chat_template=self.chat_template,
-            )
-        except SettingsError as error:
-            raise ConfigError(str(error).replace("_", "-")) from error
+        return Settings(
+            cache_dir=self.cache_dir.expanduser(),
+            memory_budget=self.memory_budget,
+            disk_budget=self.disk_budget,
+            block_size=self.block_size,
+            exact=self.exact,
+            context_size=self.ctx_size,
+            engine=self.engine,
+            parallel=self.parallel,
+            threads=self.threads,
+            gpu_layers=self.gpu_layers,
+            kv_type=self.kv_type,
+            flash_attn=self.flash_attn,
+            chat_template=self.chat_template,
+            adapters=self.adapter,
+            llama=dict(self.llama),
+        )
+
+    def as_written(self, error: SettingsError) -> ConfigError:
+        """``error`` in the words of whoever gave the option: ``--kv-type is 'q99': use ...``."""
+        if error.setting is None:
+            return ConfigError(error.problem)
+        name = {"context_size": "ctx_size", "adapters": "adapter"}.get(error.setting, error.setting)
+        place = self.places.get(name, f"--{spelled(name)}")
+        return ConfigError(f"{place} {error.problem}")
 
 
-FIELDS: Mapping[str, Field[Any]] = {item.name: item for item in fields(Config)}
-"""The fields of :class:`Config` by name; ``metadata["option"]`` holds the :class:`Option`."""
+FIELDS: Mapping[str, Field[Any]] = {
+    item.name: item for item in fields(Config) if "option" in item.metadata
+}
+"""The options by name; ``metadata["option"]`` holds the :class:`Option`."""
 
 
 def spelled(name: str) -> str:
@@ -245,7 +331,8 @@ def load_config(
         found |= _from_file(file.expanduser())
     found |= _from_environment(environ)
     found |= {name: (f"--{spelled(name)}", value) for name, value in given.items()}
-    return Config(**{name: _parsed(name, *written) for name, written in found.items()})
+    values = {name: _parsed(name, *written) for name, written in found.items()}
+    return Config(**values, places={name: place for name, (place, _) in found.items()})
 
 
 def _from_file(path: Path) -> dict[str, tuple[str, object]]:

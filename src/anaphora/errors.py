@@ -8,7 +8,17 @@ class AnaphoraError(Exception):
 
 
 class SettingsError(AnaphoraError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, or a combination of settings, that cannot work.
+
+    ``setting`` is its name where it is a field of :class:`~anaphora.settings.Settings`, and
+    ``problem`` is what follows the name in the text: who read the setting under another name can
+    use that one instead.
+    """
+
+    def __init__(self, problem: str, *, setting: str | None = None) -> None:
+        super().__init__(problem if setting is None else f"{setting} {problem}")
+        self.setting = setting
+        self.problem = problem
 
 
 class ModelNotFoundError(AnaphoraError):
@@ -45,7 +55,7 @@ class PromptTooLongError(PromptError):
     def __init__(self, prompt_tokens: int, context_size: int) -> None:
         super().__init__(
             f"the prompt has {prompt_tokens} tokens and the context holds {context_size}: "
-            "shorten the prompt or load the model with a larger context_size"
+            "shorten the prompt or load the model with a larger context"
         )
         self.prompt_tokens = prompt_tokens
         self.context_size = context_size
@@ -56,6 +66,10 @@ class PromptTooLongError(PromptError):
 
 class EngineError(AnaphoraError):
     """The engine failed while it worked on a request."""
+
+
+class UnavailableError(EngineError):
+    """There is no engine at the moment: it died, or its model can't be loaded."""
 
 
 class ConfigError(AnaphoraError):

@@ -20,6 +20,8 @@ _REFERENCE = re.compile(rf"hf:(?P<repo>{_NAME}/{_NAME})(?::(?P<quant>[A-Za-z0-9_
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)", re.IGNORECASE)
 _USUAL = "Q4_K_M"
+_PATIENCE = 5.0
+"""Seconds the Hub may take to say what a repository holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ def _downloaded(model: HubModel) -> list[Path]:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        names = choose(model, HfApi().list_repo_files(model.repo))
+        # One attempt: the call that lists files alone would try for half a minute.
+        found = HfApi().model_info(model.repo, timeout=_PATIENCE).siblings or ()
+        names = choose(model, [sibling.rfilename for sibling in found])
         return [Path(hf_hub_download(model.repo, name)) for name in names]
     except ModelNotFoundError:
         raise

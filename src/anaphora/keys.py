@@ -1,6 +1,7 @@
 """API keys, and the tenants they speak for.
 
 A key belongs to a tenant, and a tenant's salt keeps its cache content apart from everybody else's.
+A tenant may join a namespace: the beginnings of its prompts then have the namespace's salt.
 The file holds a secret of this installation and, for every key, a hash: a key is shown once, when
 it is made. Keys are 32 random bytes, so a fast hash gives nothing away.
 """
@@ -15,9 +16,9 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -42,14 +43,23 @@ class Tenant:
 
     name: str
     salt: bytes = field(repr=False)
+    shared: Segment | None = field(default=None, repr=False)
+    """The namespace it shares the beginnings of its prompts in."""
+    operator: bool = False
+    """Whether the key is one of those who run the server, and may see what concerns all tenants."""
 
-    @property
-    def segment(self) -> Segment:
-        """The segment that makes a whole prompt this tenant's own."""
-        return Segment(owner=self.name, salt=self.salt)
+    def segments(self, shared: int = 0) -> tuple[Segment, ...]:
+        """How to divide a prompt whose first ``shared`` tokens may be shared: the rest is its own.
+
+        Where the tenant is in no namespace, all of it is.
+        """
+        own = Segment(owner=self.name, salt=self.salt)
+        if self.shared is None or not shared:
+            return (own,)
+        return replace(self.shared, end=shared), own
 
 
-LOCAL = Tenant("local", b"")
+LOCAL = Tenant("local", b"", operator=True)
 """Everybody, where there are no keys. Its cache content is the library's own."""
 
 
@@ -63,6 +73,7 @@ class KeyRecord:
     """Keyed BLAKE3 of the key, in hex."""
     created: float
     """Seconds since the Unix epoch."""
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,8 @@ class _Contents:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     """32 bytes, made once for each installation."""
     records: tuple[KeyRecord, ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """The namespace of each tenant that is in one."""
 
 
 class KeyFile:
@@ -84,19 +97,24 @@ class KeyFile:
         contents = _read(self.path)
         return contents.records if contents else ()
 
-    def add(self, name: str, tenant: str | None = None) -> str:
+    def shared(self) -> Mapping[str, str]:
+        """The namespace of each tenant that is in one. Raises as :meth:`records`."""
+        contents = _read(self.path)
+        return contents.shared if contents else {}
+
+    def add(self, name: str, tenant: str | None = None, *, operator: bool = False) -> str:
         """Make a key and return it; it cannot be had again.
 
         Without ``tenant`` the key gets a tenant of its own, called like the key.
         Raises :class:`~anaphora.errors.KeysError`, also where the name is taken.
         """
         tenant = name if tenant is None else tenant
-        for what, text in (("key", name), ("tenant", tenant)):
-            if not _NAME.fullmatch(text):
-                raise KeysError(
-                    f"a {what} cannot be called {text!r}: use up to 64 letters, digits and ._@+-, "
-                    "beginning with a letter or digit"
-                )
+        _check_name("key", name)
+        _check_name("tenant", tenant)
+        if tenant == LOCAL.name:
+            raise KeysError(
+                f"a tenant cannot be called {tenant!r}: that is everybody where there are no keys"
+            )
         key = _PREFIX + secrets.token_urlsafe(32)
         with self._changing() as contents:
             if any(record.name == name for record in contents.records):
@@ -104,8 +122,8 @@ class KeyFile:
                     f"there is a key called {name} already: choose another name, or revoke it first"
                 )
             digest = _key_digest(contents.secret, key).hex()
-            record = KeyRecord(name, tenant, digest, self._clock.now())
-            self._write(_Contents(contents.secret, (*contents.records, record)))
+            record = KeyRecord(name, tenant, digest, self._clock.now(), operator)
+            self._write(replace(contents, records=(*contents.records, record)))
         return key
 
     def revoke(self, name: str) -> KeyRecord:
@@ -118,8 +136,37 @@ class KeyFile:
             gone = next((record for record in contents.records if record.name == name), None)
             if gone is None:
                 raise KeysError(f"there is no key called {name}: 'anaphora keys ls' lists them all")
-            self._write(_Contents(contents.secret, kept))
+            self._write(replace(contents, records=kept))
         return gone
+
+    def share(self, tenant: str, namespace: str) -> None:
+        """Let ``tenant`` share the beginnings of its prompts with everybody in ``namespace``.
+
+        It leaves the namespace it was in before. Raises :class:`~anaphora.errors.KeysError`, also
+        where no key speaks for such a tenant.
+        """
+        _check_name("namespace", namespace)
+        with self._changing() as contents:
+            # Keys given in the settings are in no file.
+            known = {_GIVEN_TENANT, *(record.tenant for record in contents.records)}
+            if tenant not in known:
+                raise KeysError(
+                    f"no key speaks for a tenant called {tenant}: 'anaphora keys ls' lists them all"
+                )
+            self._write(replace(contents, shared={**contents.shared, tenant: namespace}))
+
+    def unshare(self, tenant: str) -> str:
+        """Let ``tenant`` share nothing any more, and return the namespace it was in.
+
+        Raises :class:`~anaphora.errors.KeysError`, also where it was in none.
+        """
+        with self._changing() as contents:
+            kept = dict(contents.shared)
+            namespace = kept.pop(tenant, None)
+            if namespace is None:
+                raise KeysError(f"there is no tenant called {tenant} that shares anything")
+            self._write(replace(contents, shared=kept))
+        return namespace
 
     def ensure(self) -> None:
         """Make the file, with a secret and no keys, if there is none."""
@@ -145,6 +192,7 @@ class KeyFile:
             "version": _VERSION,
             "secret": contents.secret.hex(),
             "keys": [asdict(record) for record in contents.records],
+            "shared": dict(contents.shared),
         }
         temporary = None
         try:
@@ -167,7 +215,8 @@ class Keys:
     def __init__(self, path: Path = DEFAULT_KEYS_FILE, given: Iterable[str] = ()) -> None:
         """Keys of the file at ``path``, if there is one, and those ``given`` in the settings.
 
-        Given keys share one tenant. Raises :class:`~anaphora.errors.KeysError`.
+        Given keys share one tenant, and are operators': whoever sets options runs the server.
+        Raises :class:`~anaphora.errors.KeysError`.
         """
         self._file = KeyFile(path)
         self._given = tuple(given)
@@ -224,17 +273,38 @@ class Keys:
         contents = _read(self._file.path)
         if contents is None:  # the given keys go on with the secret they had
             contents = _Contents(self._secret) if self._secret else _Contents()
-        self._secret = secret = contents.secret
-        given = Tenant(_GIVEN_TENANT, tenant_salt(secret, _GIVEN_TENANT))
-        self._tenants = [(_key_digest(secret, key), given) for key in self._given]
+        self._secret = contents.secret
+        given = _tenant(contents, _GIVEN_TENANT, operator=True)
+        self._tenants = [(_key_digest(contents.secret, key), given) for key in self._given]
         for record in contents.records:
-            tenant = Tenant(record.tenant, tenant_salt(secret, record.tenant))
+            tenant = _tenant(contents, record.tenant, operator=record.operator)
             self._tenants.append((bytes.fromhex(record.digest), tenant))
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """32 bytes that nobody without the installation's secret can work out."""
     return _digest(secret, b"anaphora tenant 1", tenant.encode())
+
+
+def namespace_salt(secret: bytes, namespace: str) -> bytes:
+    """As :func:`tenant_salt`, and never the same as that of any tenant."""
+    return _digest(secret, b"anaphora namespace 1", namespace.encode())
+
+
+def _tenant(contents: _Contents, name: str, *, operator: bool) -> Tenant:
+    shared = None
+    if namespace := contents.shared.get(name):
+        # No tenant can have this owner's name, so promises to the two are never mixed up either.
+        shared = Segment(f"shared:{namespace}", namespace_salt(contents.secret, namespace))
+    return Tenant(name, tenant_salt(contents.secret, name), shared, operator)
+
+
+def _check_name(what: str, text: str) -> None:
+    if not _NAME.fullmatch(text):
+        raise KeysError(
+            f"a {what} cannot be called {text!r}: use up to 64 letters, digits and ._@+-, "
+            "beginning with a letter or digit"
+        )
 
 
 def _key_digest(secret: bytes, key: str) -> bytes:
@@ -260,7 +330,11 @@ def _read(path: Path) -> _Contents | None:
         digests = [bytes.fromhex(record.digest) for record in records]
         if any(len(text) != 32 for text in (secret, *digests)):
             raise ValueError
-        if not all(_NAME.fullmatch(text) for r in records for text in (r.name, r.tenant)):
+        shared = dict(data.get("shared", {}))
+        names = [text for r in records for text in (r.name, r.tenant)]
+        if not all(_NAME.fullmatch(text) for pair in (names, *shared.items()) for text in pair):
+            raise ValueError
+        if not all(isinstance(record.operator, bool) for record in records):
             raise ValueError
     except FileNotFoundError:
         return None
@@ -268,7 +342,7 @@ def _read(path: Path) -> _Contents | None:
         raise _unusable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise KeysError(f"{path} is damaged: move it away and make new keys") from error
-    return _Contents(secret, records)
+    return _Contents(secret, records, shared)
 
 
 def _unusable(path: Path, error: OSError) -> KeysError:

@@ -21,8 +21,9 @@ from anaphora.bundled import Progress, bundled_model
 from anaphora.cache.keys import Tokens
 from anaphora.cache.store import CacheStats
 from anaphora.clock import Clock, SystemClock
-from anaphora.engine.host import EngineHost
+from anaphora.engine.host import EngineHost, Host
 from anaphora.engine.llamacpp.load import load_engine
+from anaphora.engine.process import ProcessHost
 from anaphora.engine.protocol import (
     CacheHints,
     Done,
@@ -83,7 +84,7 @@ class Stream:
 
     def __init__(
         self,
-        host: EngineHost,
+        host: Host,
         request: Request,
         on_reply: Callable[[Reply], None] | None = None,
     ) -> None:
@@ -192,7 +193,7 @@ class Model:
         self.path = path
         self.settings = settings or Settings()
         self._clock = clock or SystemClock()
-        self._host = EngineHost(lambda emit: load_engine(path, self.settings, emit, self._clock))
+        self._host = _start_engine(path, self.settings, self._clock)
         try:
             source = self._host.info.chat_template
             if self.settings.chat_template is not None:
@@ -231,7 +232,7 @@ class Model:
         return self._host.vocabulary
 
     @property
-    def host(self) -> EngineHost:
+    def host(self) -> Host:
         """Where requests go that are followed event by event."""
         return self._host
 
@@ -376,6 +377,12 @@ class Chat:
     def send(self, text: str) -> Reply:
         """Say ``text``; returns the whole answer."""
         return self.stream(text).reply
+
+
+def _start_engine(path: Path, settings: Settings, clock: Clock) -> Host:
+    if settings.engine == "process":  # on a clock of its own
+        return ProcessHost(path, settings)
+    return EngineHost(lambda emit: load_engine(path, settings, emit, clock))
 
 
 def _request(

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 
@@ -19,7 +20,7 @@ from anaphora.api.serving import Serving
 from anaphora.config import Config
 from anaphora.errors import AddressError, ConfigError
 from anaphora.keys import Keys
-from anaphora.model import Model
+from anaphora.roster import Roster
 
 _CLOSING_SECONDS = 5
 """How long ended requests may take to tell their clients."""
@@ -66,25 +67,22 @@ class Server:
                 "'anaphora keys add NAME', or use 127.0.0.1 to serve this machine only"
             )
 
-    def run(self, load: Callable[[], Model], announce: Callable[[Model], None]) -> None:
+    def run(self, roster: Roster, announce: Callable[[], None]) -> None:
         """Serve until a SIGTERM or SIGINT, then end what runs and close the model.
 
-        ``announce`` is called when requests are taken. Raises what ``load`` does, and
+        ``announce`` is called when requests are taken. Raises what loading the model does, and
         :class:`~anaphora.errors.AddressError` where another server took the address meanwhile.
         """
-        with self._socket, load() as model:
-            serving = Serving(model, max_waiting=self._config.queue_size)
+        with self._socket, roster:
+            serving = Serving(roster, max_waiting=self._config.queue_size)
             app = create_app(serving, self._options(), self._keys)
             uvicorn_config = uvicorn.Config(
                 app,
                 ws="none",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=self._config.drain_seconds + _CLOSING_SECONDS,
             )
-            server = _Uvicorn(
-                uvicorn_config, serving, self._config.drain_seconds, lambda: announce(model)
-            )
+            server = _Uvicorn(uvicorn_config, serving, self._config.drain_seconds, announce)
             # uvicorn takes these signals while it runs, and raises them again at its end; then
             # the model still has to be closed.
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,7 +95,6 @@ class Server:
     def _options(self) -> Options:
         config = self._config
         return Options(
-            alias=config.alias,
             strict_model=config.strict_model,
             strict_max_tokens=config.strict_max_tokens,
             body_limit=config.max_body,
@@ -131,16 +128,36 @@ class _Uvicorn(uvicorn.Server):
         self._serving = serving
         self._grace = grace
         self._announce = announce
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A second signal: not uvicorn's own way, which breaks off what it can't wait for.
+        self._hurried = self.should_exit
+        super().handle_exit(signal.SIGTERM, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._serving.drain(self._grace))
+        ending = asyncio.create_task(self._end())
         await super().shutdown(sockets)
-        if not self.force_exit:
-            await draining
+        await ending
+
+    async def _end(self) -> None:
+        """End the engine's requests, and then connections that don't close by themselves."""
+        draining = asyncio.create_task(self._serving.drain(self._grace))
+        seconds, left = 0.1, self._grace + _CLOSING_SECONDS
+        while self.server_state.connections and left > 0:
+            if self._hurried:
+                left = min(left, _CLOSING_SECONDS)
+            if left <= _CLOSING_SECONDS:
+                await self._serving.drain(0)
+            await asyncio.sleep(seconds)
+            left -= seconds
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await draining
 
 
 def _bind(host: str, port: int) -> socket.socket:

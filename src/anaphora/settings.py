@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from anaphora.errors import SettingsError
 
@@ -16,6 +17,7 @@ MOST_THREADS = 512
 """llama.cpp's own limit."""
 
 FlashAttention = Literal["auto", "on", "off"]
+EnginePlace = Literal["thread", "process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Adapter:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, Path) or not isinstance(self.scale, int | float):
+        number = isinstance(self.scale, int | float) and math.isfinite(self.scale)
+        if not isinstance(self.path, Path) or not number:
             raise SettingsError(f"{self!r}: use a pathlib.Path and a number")
 
 
@@ -50,6 +53,9 @@ class Settings:
     """One request at a time, and a hit's logits equal a cold run's bit for bit."""
     context_size: int | None = None
     """Tokens one sequence can hold. Default: what the model was trained for, if memory allows."""
+    engine: EnginePlace = "thread"
+    """Where llama.cpp runs: on a ``thread`` of this process, or in a ``process`` of its own, which
+    is started again when it dies."""
     parallel: int = 4
     """Requests computed at the same time."""
     reserve_tokens: int = 1024
@@ -79,27 +85,30 @@ class Settings:
         self._expect("adapters", tuple, "a tuple of Adapter")
         self._expect("llama", Mapping, "a dict of llama.cpp parameters")
         if not all(isinstance(adapter, Adapter) for adapter in self.adapters):
-            raise SettingsError(f"adapters is {self.adapters!r}: use a tuple of Adapter")
+            self._refuse("adapters", "a tuple of Adapter")
         if self.block_size < 64 or self.block_size % 64:
-            raise SettingsError(
-                f"block_size is {self.block_size}: use a multiple of 64, for example 256"
-            )
+            self._refuse("block_size", "a multiple of 64, for example 256")
         if self.parallel < 1:
-            raise SettingsError(f"parallel is {self.parallel}: use 1 or more")
+            self._refuse("parallel", "1 or more")
         if self.context_size is not None and self.context_size < 64:
-            raise SettingsError(f"context_size is {self.context_size}: use 64 or more tokens")
+            self._refuse("context_size", "64 or more tokens")
         if self.reserve_tokens < 1:
-            raise SettingsError(f"reserve_tokens is {self.reserve_tokens}: use 1 or more")
+            self._refuse("reserve_tokens", "1 or more")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
-            raise SettingsError(f"threads is {self.threads}: use 1 to {MOST_THREADS}")
+            self._refuse("threads", f"1 to {MOST_THREADS}")
         if self.flash_attn not in ("auto", "on", "off"):
-            raise SettingsError(f"flash_attn is {self.flash_attn!r}: use auto, on or off")
+            self._refuse("flash_attn", "auto, on or off")
+        if self.engine not in ("thread", "process"):
+            self._refuse("engine", "thread or process")
         for name in ("memory_budget", "disk_budget"):
             budget = getattr(self, name)
             if budget is not None and budget < 0:
-                raise SettingsError(f"{name} is {budget}: use 0 or more bytes")
+                self._refuse(name, "0 or more bytes")
 
     def _expect(self, name: str, kind: type | tuple[type, ...], what: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise SettingsError(f"{name} is {value!r}: use {what}")
+            self._refuse(name, what)
+
+    def _refuse(self, name: str, what: str) -> NoReturn:
+        raise SettingsError(f"is {getattr(self, name)!r}: use {what}", setting=name)

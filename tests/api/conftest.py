@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from anaphora.api.app import create_app
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
 from anaphora.keys import Keys
+from anaphora.roster import Choice, Roster
 
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
@@ -28,7 +29,6 @@ DOCUMENT = "It was a bright cold day in April, and the clocks were striking thir
 class Server:
     """A server on a thread of its own."""
 
-    model: Model
     serving: Serving
     options: Options
     keys: Keys | None = None
@@ -54,10 +54,14 @@ class Server:
         """The result of a coroutine, run on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
+    @property
+    def model(self) -> Model:
+        return self.serving.roster.model
+
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
-        self.model.close()
+        self.serving.roster.close()
 
     def openai(self, **options: Any) -> OpenAI:
         return OpenAI(**self._client(f"{self.url}/v1", options))
@@ -72,11 +76,13 @@ class Server:
         return AsyncAnthropic(**self._client(self.url, options))
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        # Reading the machine's certificates would take longer than most requests here.
+        return httpx.Client(base_url=self.url, timeout=30, verify=False, **options)
 
     def metric(self, name: str) -> float:
         """The value of a metric, over all its labels."""
-        lines = self.http().get("/metrics").text.splitlines()
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return sum(float(value) for sample, value in values if sample.split("{")[0] == name)
 
@@ -93,20 +99,22 @@ Serve = Callable[..., Server]
 
 @pytest.fixture
 def serve(tiny_llama: Path, tmp_path: Path) -> Iterator[Serve]:
-    """``serve(settings..., options=, keys=, path=, max_waiting=)``: a running server."""
+    """``serve(settings..., options=, keys=, paths=, max_waiting=)``: a running server.
+
+    Models are called like their files.
+    """
     servers: list[Server] = []
 
     def serve_(
         *,
         options: Options = Options(),  # noqa: B008 - frozen
         keys: Keys | None = None,
-        path: Path = tiny_llama,
+        paths: Sequence[Path] = (tiny_llama,),
         max_waiting: int = 256,
         **settings: Any,
     ) -> Server:
-        values = {"cache_dir": None, "memory_budget": 64 << 20, "threads": 1, **settings}
-        model = Model.load(path, **values)
-        server = Server(model, Serving(model, max_waiting=max_waiting), options, keys)
+        serving = Serving(roster(paths, **settings), max_waiting=max_waiting)
+        server = Server(serving, options, keys)
         servers.append(server)
         server.start()
         return server
@@ -119,8 +127,14 @@ def serve(tiny_llama: Path, tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[Server]:
     """One server for the tests of a module that leave no trace but a warm cache."""
-    model = Model.load(tiny_llama, cache_dir=None, memory_budget=64 << 20, threads=1)
-    server = Server(model, Serving(model), Options())
+    server = Server(Serving(roster([tiny_llama])), Options())
     server.start()
     yield server
     server.stop()
+
+
+def roster(paths: Sequence[Path], **settings: Any) -> Roster:
+    """With the first of the models loaded."""
+    values = {"cache_dir": None, "memory_budget": 64 << 20, "threads": 1, **settings}
+    choices = [Choice(path.stem, path) for path in paths]
+    return Roster(choices, lambda path: Model.load(path, **values)).__enter__()

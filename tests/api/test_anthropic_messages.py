@@ -198,15 +198,35 @@ def test_tools_calls_and_results_are_in_the_prompt(server: Server) -> None:
     assert count(question, tools=[server_tool]) == count(question)
 
 
+def test_a_failed_call_shows_as_one(server: Server) -> None:
+    def count(text: str, **more: Any) -> int:
+        use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": text, **more}
+        messages: list[Any] = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+        counted = server.anthropic().messages.count_tokens(model="any", messages=messages)
+        return counted.input_tokens
+
+    assert count("Gone.", is_error=True) == count("<error>\nGone.\n</error>")
+    assert count("Gone.", is_error=False) == count("Gone.") < count("Gone.", is_error=True)
+
+
 @pytest.mark.parametrize(
-    "place", ["tool_result", "assistant", "system", "tool", "input", "prefill"]
+    "place",
+    [
+        *("tool_result", "assistant", "system", "tool name", "tool description", "property name"),
+        *("property description", "input name", "input", "thinking", "prefill"),
+    ],
 )
 def test_control_token_text_is_only_text(server: Server, place: str) -> None:
     def count(text: str) -> int:
         use = {"type": "tool_use", "id": "t", "name": "look", "input": {"at": "x"}}
         result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
         tool = {**TOOL, "description": "x"}
-        system, history, last = "x", "x", "Go on."
+        system, history, thought, last = "x", "x", "x", "Go on."
         match place:
             case "tool_result":
                 result["content"] = text
@@ -214,13 +234,24 @@ def test_control_token_text_is_only_text(server: Server, place: str) -> None:
                 history = text
             case "system":
                 system = text
-            case "tool":
-                tool = {**TOOL, "input_schema": {"properties": {text: {"description": text}}}}
+            case "tool name":
+                tool["name"] = text
+            case "tool description":
+                tool["description"] = text
+            case "property name":
+                tool["input_schema"] = {"properties": {text: {}}}
+            case "property description":
+                tool["input_schema"] = {"properties": {"at": {"description": text}}}
+            case "input name":
+                use["input"] = {text: "x"}
             case "input":
-                use["input"] = {text: text}
+                use["input"] = {"at": [text]}
+            case "thinking":
+                thought = text
+        thinking = {"type": "thinking", "thinking": thought, "signature": ""}
         messages: list[Any] = [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": [{"type": "text", "text": history}, use]},
+            {"role": "assistant", "content": [thinking, {"type": "text", "text": history}, use]},
             {"role": "user", "content": [result, {"type": "text", "text": last}]},
         ]
         if place == "prefill":

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from anaphora.api import streams
 from anaphora.api.endpoint import Options
 from tests.api.conftest import DOCUMENT, Serve, Server
 from tests.tiny_models import VOCABULARY
@@ -54,6 +55,13 @@ def joined(server: Server, path: str, body: dict[str, Any]) -> str:
             elif event["type"] == "content_block_delta":
                 text += event["delta"]["text"]
     return text
+
+
+def test_nothing_in_an_event_looks_like_the_end_of_a_line() -> None:
+    text = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r\nb"
+    (line, _, _) = streams.event({"text": text}).decode().split("\n")
+    assert line.splitlines() == [line]
+    assert json.loads(line[6:]) == {"text": text}
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -531,6 +531,21 @@ class TestManyAtOnce:
         assert engine_of(driver)._cells.used < 1500 + 8 * 60 + 64
         driver.wait(*results)
 
+    def test_an_engine_that_is_never_idle_saves_what_it_serves(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver(parallel=2)
+        ends = dict.fromkeys(driver.engine.vocabulary.end_of_generation, -1e9)
+        endless = Sampling(temperature=0.0, logit_bias=ends)
+        busy = driver.submit(tokens[3000:3050], 1000, sampling=endless)
+        for number in range(6):
+            driver.run([*tokens[:1536], *tokens[2000 + number :][:10]], 2)
+        assert not busy.ended
+        stats = driver.engine.stats()
+        assert stats is not None
+        assert stats.disk_parts >= 6
+        assert len(engine_of(driver).cache.match(tokens[:1536]).pieces) >= 6
+
     def test_an_unrelated_request_does_not_wait_for_a_long_prefill(
         self, open_driver: Open, tokens: Tokens
     ) -> None:
@@ -804,7 +819,7 @@ class TestBadInput:
             assert "\n" not in str(caught.value)
 
     def test_a_context_that_fits_no_memory(self, open_driver: Open) -> None:
-        with pytest.raises(ContextMemoryError, match="context_size"):
+        with pytest.raises(ContextMemoryError, match="smaller context"):
             open_driver(context_size=2_000_000_000)
 
     @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from anaphora.cache.index import common_prefix
 from anaphora.errors import PromptError, TemplateError
 from anaphora.prompt import adapt
 from anaphora.prompt.conversation import Conversation
@@ -159,3 +160,56 @@ def test_a_template_that_refuses_everything_is_quoted(smol: Loaded) -> None:
     renderer = Renderer(smol.vocabulary, "{{ raise_exception('not for you') }}")
     with pytest.raises(TemplateError, match="not for you"):
         render(renderer, SYSTEM, USER, tools=[TOOL])
+
+
+def told(renderer: Renderer, loaded: Loaded, messages: tuple[Dict, ...], tools: Any = None) -> str:
+    """What of a conversation's prompt lies in its trunk."""
+    conversation = Conversation.parse(messages, tools)
+    tokens = adapt.render(renderer, conversation).tokens
+    shared = common_prefix(tokens, adapt.trunk(renderer, conversation))
+    pieces = (loaded.vocabulary.piece(int(token)) for token in tokens[:shared])
+    return b"".join(pieces).decode(errors="replace")
+
+
+def test_a_trunk_has_the_system_message_and_nothing_of_others(
+    renderer: Renderer, family: Loaded
+) -> None:
+    other: Dict = {"role": "user", "content": "Another question."}
+    first = told(renderer, family, (SYSTEM, USER))
+    assert "I am the system" in first
+    for messages in ((SYSTEM, other), (SYSTEM, USER, ASSISTANT, other), (SYSTEM, USER, LATE, USER)):
+        try:
+            text = told(renderer, family, messages)
+        except TemplateError:
+            continue
+        assert text == first
+    for word in ("user.", "assistant", "Another", "One word"):
+        assert word not in first
+
+
+def test_a_trunk_has_the_tools(renderer: Renderer, family: Loaded) -> None:
+    text = told(renderer, family, (SYSTEM, USER), [TOOL])
+    assert "Look it up." in text
+    assert "I am the user" not in text
+    assert "Look it up." in told(renderer, family, (USER,), [TOOL])
+
+
+def test_a_trunk_stops_before_messages_that_the_template_puts_first(smol: Loaded) -> None:
+    late = (
+        "{% for m in messages if m.role != 'system' %}"
+        "{% if loop.last %}{{ messages[0].content + '\\n\\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    renderer = Renderer(smol.vocabulary, late)
+    assert told(renderer, smol, (SYSTEM, USER)) == "I am the system.\n\n"
+    further: Dict = {"role": "user", "content": "Whose turn?"}
+    assert told(renderer, smol, (SYSTEM, further, ASSISTANT, USER)) == ""
+
+
+def test_no_tools_and_no_system_message_make_no_trunk(smol: Loaded) -> None:
+    renderer = Renderer(smol.vocabulary, smol.template)
+    for messages in ((USER,), (USER, ASSISTANT, LATE, USER)):
+        assert len(adapt.trunk(renderer, Conversation.parse(messages))) == 0
+    refusing = "{% if messages | length < 3 %}{{ raise_exception('More') }}{% endif %}" + FRONT
+    conversation = Conversation.parse((SYSTEM, USER, ASSISTANT, USER))
+    assert len(adapt.trunk(Renderer(smol.vocabulary, refusing), conversation)) == 0

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
-from anaphora.api.edge import Body
+from anaphora.api.edge import Body, Count, TopK
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, anthropic_body, as_api_error, request_id
 from anaphora.api.generation import Generation, call, prompt_tokens, tool
+from anaphora.api.replies import AnthropicMessage, TokenCount
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Sampling, Started
 from anaphora.prompt.conversation import Conversation, Message, TextPart
@@ -27,6 +28,7 @@ _CUMULATIVE = (
     "output_tokens",
 )
 """What ``message_delta`` repeats of the usage."""
+_ERROR, _END_OF_ERROR = TextPart("<error>\n"), TextPart("\n</error>")
 
 
 def _as_blocks(content: Any) -> Any:
@@ -63,6 +65,13 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = Field(default_factory=list)
+    is_error: bool | None = None
+
+    @property
+    def shown(self) -> tuple[TextPart, ...]:
+        """What the model sees: a failure's text stands in ``<error>`` tags."""
+        parts = _parts(self.content)
+        return (_ERROR, *parts, _END_OF_ERROR) if self.is_error else parts
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -120,22 +129,18 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=0)
+    max_tokens: Count
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    top_k: TopK | None = None
 
     @property
     def generation(self) -> Generation:
         if self.stream and self.max_tokens == 0:
             raise ApiError("max_tokens: 0 only fills the cache and can't be streamed")
-        given = {
-            name: value
-            for name in ("temperature", "top_p", "top_k")
-            if (value := getattr(self, name)) is not None
-        }
+        given = self.given("temperature", "top_p", "top_k")
         sampling = Sampling(**given, stop=tuple(self.stop_sequences or ()))
         return Generation(self.conversation, self.max_tokens, sampling)
 
@@ -143,16 +148,21 @@ class MessagesRequest(CountRequest):
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/messages", openapi_extra=takes(MessagesRequest))
+    @routes.post(
+        "/v1/messages",
+        response_model=AnthropicMessage,
+        openapi_extra=takes(MessagesRequest, "An object from `message_start` to `message_stop`."),
+    )
     async def create_message(request: Request) -> Response:
+        """The next answer in a conversation, in the protocol of Anthropic's Messages."""
         body, tenant, headers = await api.read(request, MessagesRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         cut = answer.request.max_tokens < body.max_tokens
         head = {
             "id": f"msg_{answer.request.id}",
             "type": "message",
             "role": "assistant",
-            "model": api.model_name,
+            "model": answer.model_name,
         }
         if body.stream:
             events = _events(answer, head, cut, api.options.heartbeat, request_id(request))
@@ -167,15 +177,19 @@ def router(api: Endpoint) -> APIRouter:
         }
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
 
-    @routes.post("/v1/messages/count_tokens", openapi_extra=takes(CountRequest))
+    @routes.post(
+        "/v1/messages/count_tokens",
+        response_model=TokenCount,
+        openapi_extra=takes(CountRequest),
+    )
     async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
         body, _, headers = await api.read(request, CountRequest)
 
-        def count() -> int:
-            generation = Generation(body.conversation, 0, Sampling())
-            return len(prompt_tokens(api.serving.model, generation))
-
-        return JSONResponse({"input_tokens": await asyncio.to_thread(count)}, headers=headers)
+        generation = Generation(body.conversation, 0, Sampling())
+        async with api.serving.model(body.model) as (model, _):
+            tokens = await asyncio.to_thread(prompt_tokens, model, generation)
+        return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
     return routes
 
@@ -198,7 +212,7 @@ def _messages(body: MessageBody) -> Iterator[Message]:
                 if texts:
                     yield Message(body.role, _parts(texts))
                     texts = []
-                yield Message("tool", _parts(block.content), {"tool_call_id": block.tool_use_id})
+                yield Message("tool", block.shown, {"tool_call_id": block.tool_use_id})
                 results = True
     fields = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
     if texts or not results:

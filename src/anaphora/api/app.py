@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,33 +15,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anaphora import __version__
 from anaphora.api import (
     anthropic_messages,
+    document,
     errors,
     models,
     openai_chat,
     openai_completions,
     openai_responses,
 )
-from anaphora.api.edge import Body
 from anaphora.api.endpoint import Endpoint, Options
 from anaphora.api.errors import ApiError
+from anaphora.api.replies import AnthropicError, OpenAIError
 from anaphora.api.serving import Serving
 from anaphora.keys import Keys
 
 logger = logging.getLogger(__name__)
 
-_BODIES: tuple[type[Body], ...] = (
-    openai_chat.ChatRequest,
-    anthropic_messages.MessagesRequest,
-    anthropic_messages.CountRequest,
-    openai_completions.CompletionRequest,
-    openai_responses.ResponsesRequest,
+_PROTOCOLS = (
+    (openai_chat, OpenAIError),
+    (openai_completions, OpenAIError),
+    (openai_responses, OpenAIError),
+    (anthropic_messages, AnthropicError),
+    (models, OpenAIError),
 )
-_PROTOCOLS = (openai_chat, openai_completions, openai_responses, anthropic_messages, models)
-
-_ANY_ERROR: dict[str, Any] = {
-    "description": "An error, in the shape of the protocol that was spoken.",
-    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
-}
+"""With the shape of their errors; whoever sends ``anthropic-version`` gets the other one."""
 
 
 def create_app(
@@ -60,12 +53,13 @@ def create_app(
         openapi_url="/openapi.json",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    app.openapi = lambda: document.write(app)  # type: ignore[method-assign]
     errors.install(app)
     app.add_middleware(Gate, serving=serving, options=options)
-    for module in _PROTOCOLS:
-        app.include_router(module.router(api), responses={"default": _ANY_ERROR})
+    for module, error in _PROTOCOLS:
+        app.include_router(module.router(api), responses=document.errors(error))
     return app
 
 
@@ -99,7 +93,8 @@ class Gate:
                 if origin is not None and self._allows(origin):
                     self._open(headers, origin)
                 route = getattr(scope.get("route"), "path", "other")
-                self._metrics.count_response(route, message["status"])
+                tenant = scope.get("tenant", "")
+                self._metrics.count_response(tenant, route, message["status"])
             await send(message)
 
         request = Request(scope, receive)
@@ -148,16 +143,3 @@ class Gate:
 def _without_port(host: str) -> str:
     name, colon, port = host.lower().rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host.lower()
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the schemas of all bodies."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        template = "#/components/schemas/{model}"
-        _, schemas = models_json_schema(
-            [(body, "validation") for body in _BODIES], ref_template=template
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -4,6 +4,8 @@ Rules for every body:
 
 - It is JSON in UTF-8, an object, and no larger than the limit (413).
 - A lone UTF-16 surrogate in it becomes U+FFFD; a pair is the character it stands for.
+- Of members of the same name in an object the last one counts.
+- 1.0 is an integer; true and false are no numbers.
 - Members nobody here knows, and those that are only hints, are ignored: the log and the response
   header ``anaphora-ignored`` name them. What cannot be ignored without changing what the answer
   means is refused.
@@ -17,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from anaphora.api.errors import ApiError
@@ -32,24 +34,42 @@ _MOST_NAMES = 20
 class Body(BaseModel):
     """An object of a request. Members that are not declared are allowed, and ignored."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     def without_effect(self) -> Iterable[str]:
         """Names of what is ignored here."""
         return self.model_extra or ()
 
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these members that are there and not null."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 B = TypeVar("B", bound=Body)
 
 
+def _as_number(value: Any) -> Any:
+    """JSON has one kind of number, and 1.0 is an integer in it; true is no number at all."""
+    if isinstance(value, bool):
+        raise ValueError("use a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _no_number(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError("use false")
     return value
 
 
+# Plain literals would take what equals them: true for 1, 0 for false.
+Integer = Annotated[int, BeforeValidator(_as_number)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_as_number)]
+TopK = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_number)]
+Zero = Annotated[Literal[0], BeforeValidator(_as_number)]
+One = Annotated[Literal[1], BeforeValidator(_as_number)]
 Off = Annotated[Literal[False] | None, BeforeValidator(_no_number)]
-"""A switch that can't be on yet. (A plain literal would take 0, which equals it.)"""
+"""A switch that can't be on yet."""
 
 
 async def read(request: Request, kind: type[B], limit: int) -> B:
@@ -102,6 +122,8 @@ def _refusal(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(step) for step in first["loc"])
     message = _one_line(first["msg"].removeprefix("Value error, "))
+    if first["type"] == "none_required":
+        message = "is not supported: leave it out"
     param = str(first["loc"][0]) if first["loc"] else None
     return ApiError(f"{place}: {message}" if place else message, param=param)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,8 +13,20 @@ from anaphora.api.generation import Generation, prepare
 from anaphora.api.serving import Answer, Finished, Serving
 from anaphora.engine.protocol import Done
 from anaphora.keys import LOCAL, Keys, Tenant
+from anaphora.roster import Choice
 
 B = TypeVar("B", bound=edge.Body)
+
+
+class Wanted(Protocol):
+    """A body that wants an answer."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def generation(self) -> Generation: ...
+
 
 _QUICK = 16 << 10
 """Bytes of a body up to which it takes a few milliseconds at most to make a prompt of it."""
@@ -25,10 +36,8 @@ _QUICK = 16 << 10
 class Options:
     """How requests are treated."""
 
-    alias: str | None = None
-    """The model's name for clients. Default: its file's name."""
     strict_model: bool = False
-    """Refuse requests for a model of another name (404)."""
+    """Refuse requests for a model that is none of the server's (404)."""
     strict_max_tokens: bool = False
     """Refuse requests for more tokens than there is room for (400)."""
     body_limit: int = 32 << 20
@@ -47,11 +56,69 @@ class Endpoint:
     def __init__(self, serving: Serving, options: Options, keys: Keys | None) -> None:
         self.serving = serving
         self.options = options
-        self.model_name = options.alias or serving.model.path.stem
         self._keys = keys
 
     def tenant(self, request: Request) -> Tenant:
-        """Whom ``request`` is for. Raises :class:`ApiError` 401."""
+        """Whom ``request`` is for; its scope names the tenant from then on.
+
+        Raises :class:`ApiError` 401.
+        """
+        tenant = self._tenant(request)
+        request.scope["tenant"] = tenant.name
+        return tenant
+
+    async def read(self, request: Request, kind: type[B]) -> tuple[B, Tenant, dict[str, str]]:
+        """The body, whom it is from, and headers for the response."""
+        tenant = self.tenant(request)
+        body = await edge.read(request, kind, self.options.body_limit)
+        model = getattr(body, "model", None)
+        if self.options.strict_model and model is not None:
+            self.choice(model)
+        return body, tenant, edge.ignored(body)
+
+    def choice(self, name: str) -> Choice:
+        """The model called ``name``. Raises :class:`ApiError` 404."""
+        choice = self.serving.roster.find(name)
+        if choice.name != name:
+            raise ApiError(
+                f"there is no model {name!r}: GET /v1/models names those there are",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return choice
+
+    async def submit(self, request: Request, body: Wanted, tenant: Tenant) -> Answer:
+        """Hand a request to the engine.
+
+        Raises what :meth:`Serving.submit` does, and
+        :class:`~starlette.requests.ClientDisconnect` where nobody waits any more.
+        """
+        length = request.headers.get("content-length", "")
+        strict = self.options.strict_max_tokens
+        submitting = self.serving.submit(
+            lambda model: prepare(model, body.generation, tenant, strict=strict),
+            tenant=tenant.name,
+            model=body.model,
+            quick=length.isdecimal() and int(length) <= _QUICK,
+        )
+        # It may wait for another model to be loaded.
+        answer = await streams.while_connected(request.receive, submitting)
+        if answer is None:
+            raise ClientDisconnect
+        return answer
+
+    async def whole(self, request: Request, answer: Answer) -> Finished:
+        """The finished answer; the request is cancelled where its client leaves."""
+        try:
+            finished = await streams.while_connected(request.receive, answer.whole())
+        finally:
+            answer.close()
+        if finished is None:
+            raise ClientDisconnect
+        return finished
+
+    def _tenant(self, request: Request) -> Tenant:
         if self._keys is None:
             return LOCAL
         given = [request.headers.get(name) for name in ("authorization", "x-api-key")]
@@ -66,57 +133,28 @@ class Endpoint:
             headers={"www-authenticate": "Bearer"},
         )
 
-    async def read(self, request: Request, kind: type[B]) -> tuple[B, Tenant, dict[str, str]]:
-        """The body, whom it is from, and headers for the response."""
-        tenant = self.tenant(request)
-        body = await edge.read(request, kind, self.options.body_limit)
-        model = getattr(body, "model", None)
-        if self.options.strict_model and model not in (None, self.model_name):
-            raise ApiError(
-                f"there is no model {model!r}: GET /v1/models names the one there is",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return body, tenant, edge.ignored(body)
-
-    async def submit(
-        self, request: Request, generation: Callable[[], Generation], tenant: Tenant
-    ) -> Answer:
-        """Hand a request to the engine; ``generation`` is called where that keeps nobody waiting.
-
-        Raises what :meth:`Serving.submit` does.
-        """
-        strict, model = self.options.strict_max_tokens, self.serving.model
-        length = request.headers.get("content-length", "")
-        return await self.serving.submit(
-            lambda: prepare(model, generation(), tenant, strict=strict),
-            quick=length.isdecimal() and int(length) <= _QUICK,
-        )
-
-    async def whole(self, request: Request, answer: Answer) -> Finished:
-        """The finished answer; the request is cancelled where its client leaves."""
-        try:
-            finished = await streams.while_connected(request.receive, answer.whole())
-        finally:
-            answer.close()
-        if finished is None:
-            raise ClientDisconnect
-        return finished
-
 
 def computed(done: Done) -> dict[str, str]:
     """The header that tells how many tokens of the prompt were really computed."""
     return {"anaphora-computed-tokens": str(done.computed_tokens)}
 
 
-def takes(kind: type[edge.Body]) -> dict[str, Any]:
-    """For the OpenAPI document: that a route takes a body of ``kind``, and may stream."""
+def takes(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:
+    """For the OpenAPI document: that a route takes a body of ``kind``.
+
+    :param events: what the data of its events are, where it can stream.
+    """
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     extra: dict[str, Any] = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
     }
-    if "stream" in kind.model_fields:
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
-        extra["responses"] = {"200": {"content": events}}
+    if events is not None:
+        data = {"type": "string", "description": events}
+        event = {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": data},
+            "required": ["data"],
+        }
+        content = {"text/event-stream": {"itemSchema": event}}
+        extra["responses"] = {"200": {"content": content}}
     return extra

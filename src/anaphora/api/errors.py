@@ -20,6 +20,7 @@ from anaphora.errors import (
     SettingsError,
     ShuttingDownError,
     TemplateError,
+    UnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,11 +73,15 @@ def as_api_error(error: Exception) -> ApiError:
             headers = {"retry-after": str(error.retry_after)}
             code = "rate_limit_exceeded"
             return ApiError(str(error), status=429, code=code, headers=headers)
-        case ShuttingDownError():
+        case ShuttingDownError() | UnavailableError():
             return ApiError(str(error), status=503, headers={"retry-after": "5"})
         case PromptTooLongError():
-            code = "context_length_exceeded"
-            return ApiError(str(error), param="messages", code=code)
+            # Agents look for the code, or for these words, to make their conversation shorter.
+            message = (
+                f"prompt is too long: {error.prompt_tokens} tokens > {error.context_size} maximum: "
+                "send less, or serve the model with a larger ctx-size"
+            )
+            return ApiError(message, param="messages", code="context_length_exceeded")
         case PromptError() | TemplateError() | SettingsError():
             return ApiError(str(error))
         case HTTPException():

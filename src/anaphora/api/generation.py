@@ -6,7 +6,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from anaphora.api.errors import ApiError
+from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import Tokens
 from anaphora.engine.protocol import CacheHints, Request, Sampling
 from anaphora.errors import AnaphoraError, PromptTooLongError
@@ -86,13 +89,26 @@ def prepare(model: Model, generation: Generation, tenant: Tenant, *, strict: boo
             f"{room} in a context of {size}: ask for less",
             param="max_tokens",
         )
-    cache = CacheHints((tenant.segment,))
-    request = Request(uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache)
+    trunk = _trunk(model, generation, tenant)
+
+    def cache(prompt: Tokens) -> CacheHints:
+        return CacheHints(tenant.segments(common_prefix(prompt, trunk)))
+
+    request = Request(
+        uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache(tokens)
+    )
     return Prepared(request, lambda answer: _next_turn(model, generation, cache, answer))
 
 
+def _trunk(model: Model, generation: Generation, tenant: Tenant) -> Tokens:
+    """What the tenant shares of this and the next prompt in its namespace, shape (n,)."""
+    if tenant.shared is None or not isinstance(generation.prompt, Conversation):
+        return np.empty(0, dtype=np.int32)
+    return adapt.trunk(model.renderer, generation.prompt, generation.options)
+
+
 def _next_turn(
-    model: Model, generation: Generation, cache: CacheHints, answer: str
+    model: Model, generation: Generation, cache: Callable[[Tokens], CacheHints], answer: str
 ) -> Request | None:
     """A request that settles the turn; ``None`` where there is nothing to settle."""
     if not answer or not isinstance(generation.prompt, Conversation):
@@ -105,4 +121,4 @@ def _next_turn(
         return None
     if len(tokens) > model.info.context_size:
         return None
-    return Request(uuid.uuid4().hex, tokens, 0, cache=cache, background=True)
+    return Request(uuid.uuid4().hex, tokens, 0, cache=cache(tokens), background=True)

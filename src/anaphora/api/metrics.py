@@ -1,6 +1,8 @@
-"""What Prometheus is told. Sums over all tenants only: nothing here names one."""
+"""What Prometheus is told. Whatever comes of a request carries the name of its tenant."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -8,13 +10,16 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Info,
+    Metric,
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from anaphora.engine.protocol import Done, EngineInfo, Started
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TENANT = "tenant"
 
 
 class Metrics:
@@ -23,58 +28,83 @@ class Metrics:
     def __init__(self, info: EngineInfo) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        model = Info("anaphora_model", "The loaded model.", registry=self._registry)
-        model.info({"engine": info.name, "model": info.model, "kind": info.kind})
-        self._requests = Counter(
-            "anaphora_http_requests",
+        self._model = Info("anaphora_model", "The loaded model.", registry=self._registry)
+        self.show(info)
+        self._requests = self._counter(
+            "http_requests",
             "HTTP requests that were answered, by route and status code.",
             ("route", "code"),
-            registry=self._registry,
         )
-        self.waiting = self._gauge("requests_waiting", "Requests the engine has not begun.")
-        self.running = self._gauge("requests_running", "Requests the engine works on.")
+        self._waiting = self._gauge("requests_waiting", "Requests the engine has not begun.")
+        self._running = self._gauge("requests_running", "Requests the engine works on.")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._read = self._counter("cache_read_tokens", "Prompt tokens read from the cache.")
         self._written = self._counter("cache_written_tokens", "Prompt tokens written to the cache.")
         self._computed = self._counter("computed_tokens", "Prompt tokens that were computed.")
         self._generated = self._counter("generated_tokens", "Tokens of answers.")
-        self._found = Counter(
-            "anaphora_cache_found_tokens",
-            "Prompt tokens whose KV was reused, by where it lay.",
-            ("tier",),
-            registry=self._registry,
+        self._found = self._counter(
+            "cache_found_tokens", "Prompt tokens whose KV was reused, by where it lay.", ("tier",)
         )
         self._queued = self._histogram("queue_seconds", "From arrival to begin.")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to a token.")
         self._total = self._histogram("request_seconds", "From arrival to the end.")
 
-    def count_response(self, route: str, code: int) -> None:
-        self._requests.labels(route, str(code)).inc()
+    def show(self, info: EngineInfo) -> None:
+        """Another model is loaded."""
+        self._model.info({"engine": info.name, "model": info.model, "kind": info.kind})
 
-    def count_prompt(self, started: Started) -> None:
-        self._prompt.inc(started.prompt_tokens)
-        self._read.inc(started.read_tokens)
-        self._written.inc(started.written_tokens)
+    def count_response(self, tenant: str, route: str, code: int) -> None:
+        """``tenant`` is empty where no valid key was shown, or none asked for."""
+        self._requests.labels(tenant, route, str(code)).inc()
+
+    def count_waiting(self, tenant: str, change: int) -> None:
+        self._waiting.labels(tenant).inc(change)
+
+    def count_running(self, tenant: str, change: int) -> None:
+        self._running.labels(tenant).inc(change)
+
+    def count_prompt(self, tenant: str, started: Started) -> None:
+        self._prompt.labels(tenant).inc(started.prompt_tokens)
+        self._read.labels(tenant).inc(started.read_tokens)
+        self._written.labels(tenant).inc(started.written_tokens)
         for tier in ("live", "memory", "disk"):
-            self._found.labels(tier).inc(getattr(started.found, tier))
+            self._found.labels(tenant, tier).inc(getattr(started.found, tier))
 
-    def count_answer(self, done: Done) -> None:
-        self._computed.inc(done.computed_tokens)
-        self._generated.inc(done.generated_tokens)
-        self._queued.observe(done.times.queued)
-        self._total.observe(done.times.total)
+    def count_answer(self, tenant: str, done: Done) -> None:
+        self._computed.labels(tenant).inc(done.computed_tokens)
+        self._generated.labels(tenant).inc(done.generated_tokens)
+        self._queued.labels(tenant).observe(done.times.queued)
+        self._total.labels(tenant).observe(done.times.total)
         if done.generated_tokens:
-            self._first.observe(done.times.first_token)
+            self._first.labels(tenant).observe(done.times.first_token)
 
-    def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def text(self, tenant: str | None = None) -> bytes:
+        """In Prometheus' text format: all of it, or what belongs to one ``tenant``."""
+        return generate_latest(self._registry if tenant is None else _Own(self._registry, tenant))
 
-    def _counter(self, name: str, what: str) -> Counter:
-        return Counter(f"anaphora_{name}", what, registry=self._registry)
+    def _counter(self, name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"anaphora_{name}", what, (_TENANT, *labels), registry=self._registry)
 
     def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"anaphora_{name}", what, registry=self._registry)
+        return Gauge(f"anaphora_{name}", what, (_TENANT,), registry=self._registry)
 
     def _histogram(self, name: str, what: str) -> Histogram:
-        return Histogram(f"anaphora_{name}", what, buckets=_SECONDS, registry=self._registry)
+        return Histogram(
+            f"anaphora_{name}", what, (_TENANT,), buckets=_SECONDS, registry=self._registry
+        )
+
+
+class _Own(Collector):
+    """The samples of one tenant. Those that name none are not shown: they tell about all."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        self._registry = registry
+        self._tenant = tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            own = [s for s in family.samples if s.labels.get(_TENANT) == self._tenant]
+            if own:
+                shown = Metric(family.name, family.documentation, family.type, family.unit)
+                shown.samples = own
+                yield shown

@@ -10,33 +10,41 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from anaphora.api.endpoint import Endpoint
-from anaphora.api.errors import ApiError
+from anaphora.api.edge import Body
+from anaphora.api.endpoint import Endpoint, takes
+from anaphora.roster import Choice, Roster
+
+
+class LoadRequest(Body):
+    """Which model to load."""
+
+    model: str
 
 
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
-    model = _model(api)
+    roster = api.serving.roster
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        """The loaded model, in a form that both providers' clients read."""
+        """The models there are, in a form that both providers' clients read."""
         api.tenant(request)
-        name = model["id"]
-        listed = {"object": "list", "data": [model]}
-        return JSONResponse({**listed, "has_more": False, "first_id": name, "last_id": name})
+        models = [_model(roster, choice) for choice in roster.choices]
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
+        return JSONResponse({"object": "list", "data": models, "has_more": False, **ends})
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
         api.tenant(request)
-        if name != model["id"]:
-            raise ApiError(
-                f"there is no model {name!r}: GET /v1/models names the one there is",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return JSONResponse(model)
+        return JSONResponse(_model(roster, api.choice(name)))
+
+    @routes.post("/v1/models/load", openapi_extra=takes(LoadRequest))
+    async def load_model(request: Request) -> Response:
+        """Load a model of the list in the place of the one before; returns when that is done."""
+        body, _, headers = await api.read(request, LoadRequest)
+        choice = api.choice(body.model)
+        async with api.serving.model(choice.name):
+            return JSONResponse(_model(roster, choice), headers=headers)
 
     @routes.get("/health")
     async def health() -> Response:
@@ -47,25 +55,34 @@ def router(api: Endpoint) -> APIRouter:
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """Sums over all tenants, for Prometheus. Needs a key where there are keys."""
-        api.tenant(request)
-        return Response(api.serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        """For Prometheus. An operator's key, or where there are no keys: everything.
+
+        Another key: what counts its own tenant's requests.
+        """
+        tenant = api.tenant(request)
+        text = api.serving.metrics.text(None if tenant.operator else tenant.name)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 
 
-def _model(api: Endpoint) -> dict[str, Any]:
-    made = datetime.fromtimestamp(int(api.serving.model.path.stat().st_mtime), UTC)
-    size = api.serving.model.info.context_size
+def _model(roster: Roster, choice: Choice) -> dict[str, Any]:
+    try:
+        seconds = int(choice.path.stat().st_mtime)
+    except OSError:  # it is gone, which those who want it loaded will be told
+        seconds = 0
+    info = roster.info(choice)
+    size = info.context_size if info else None
     return {
-        "id": api.model_name,
+        "id": choice.name,
         "object": "model",
-        "created": int(made.timestamp()),
+        "created": seconds,
         "owned_by": "anaphora",
         "type": "model",
-        "display_name": api.serving.model.info.model,
-        "created_at": made.isoformat().replace("+00:00", "Z"),
+        "display_name": info.model if info else choice.name,
+        "created_at": datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": size,
         "max_tokens": size,
+        "loaded": choice == roster.loaded,
     }

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from anaphora.api import streams
-from anaphora.api.edge import Off
-from anaphora.api.endpoint import Endpoint, computed, takes
-from anaphora.api.errors import as_api_error, openai_body
+from anaphora.api import openai_choices
+from anaphora.api.edge import Count, Integer, Off, One
+from anaphora.api.endpoint import Endpoint, takes
 from anaphora.api.generation import Generation
-from anaphora.api.openai_chat import FINISH, SamplingBody, usage
-from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, Started
+from anaphora.api.openai_choices import ChoicesBody, Form
+from anaphora.api.replies import TextCompletion
 from anaphora.errors import PromptError
 
 _DEFAULT_MAX_TOKENS = 16
@@ -27,7 +23,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Ids = Annotated[list[Count], Field(min_length=1)]
 _OneText = Annotated[list[_Text], Field(min_length=1, max_length=1)]
 _OneIds = Annotated[list[_Ids], Field(min_length=1, max_length=1)]
 
@@ -37,19 +33,23 @@ def _one_prompt(value: Any) -> Any:
         if len(value) > 1:
             raise ValueError("several prompts in one request are not supported: send one")
         value = value[0]
-    numbers = isinstance(value, list) and all(type(item) is int for item in value)
-    if not value or not (isinstance(value, str) or numbers):
+    ids = isinstance(value, list) and all(_is_integer(item) for item in value)
+    if not value or not (isinstance(value, str) or ids):
         raise ValueError("the prompt must be a text or a list of token ids, and not empty")
     return value
 
 
-class CompletionRequest(SamplingBody):
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+class CompletionRequest(ChoicesBody):
     prompt: Annotated[
-        str | list[int],
+        str | list[Integer],
         BeforeValidator(_one_prompt, json_schema_input_type=_Text | _Ids | _OneText | _OneIds),
     ]
     """Text, which never becomes a control token, or token ids; a list of one of them."""
-    best_of: Literal[1] | None = None
+    best_of: One | None = None
     echo: Off = None
     logprobs: None = None
     suffix: Literal[""] | None = None
@@ -66,56 +66,31 @@ class CompletionRequest(SamplingBody):
         return Generation(tokens, wanted, self.sampling)
 
 
+def _choice(text: str) -> dict[str, Any]:
+    return {"text": text}
+
+
+_FORM = Form(
+    prefix="cmpl",
+    kind="text_completion",
+    chunk_kind="text_completion",
+    whole=_choice,
+    piece=_choice,
+    first=None,
+    last=_choice(""),
+)
+
+
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+    @routes.post(
+        "/v1/completions",
+        response_model=TextCompletion,
+        openapi_extra=takes(CompletionRequest, "A `text_completion`; at the end `[DONE]`."),
+    )
     async def create_completion(request: Request) -> Response:
-        body, tenant, headers = await api.read(request, CompletionRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
-        head = {
-            "id": f"cmpl-{answer.request.id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": api.model_name,
-        }
-        if body.stream:
-            chunks = _chunks(answer, head, body.with_usage, api.options.heartbeat)
-            return streams.EventStream(chunks, answer.close, headers)
-        finished = await api.whole(request, answer)
-        choice = _choice(finished.text, FINISH[finished.done.reason])
-        reply = {**head, "choices": [choice], "usage": usage(finished.started, finished.done)}
-        return JSONResponse(reply, headers={**headers, **computed(finished.done)})
+        """What follows a raw prompt, in the protocol of OpenAI's Completions."""
+        return await openai_choices.answer(api, request, CompletionRequest, _FORM)
 
     return routes
-
-
-def _choice(text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-
-
-async def _chunks(
-    answer: Answer, head: dict[str, Any], with_usage: bool, heartbeat: float
-) -> AsyncIterator[bytes]:
-    no_usage = {"usage": None} if with_usage else {}
-
-    def chunk(text: str, finish: str | None = None) -> bytes:
-        return streams.event({**head, "choices": [_choice(text, finish)], **no_usage})
-
-    try:
-        async for event in answer.events(heartbeat):
-            match event:
-                case None:
-                    yield streams.COMMENT
-                case Started() as started:
-                    pass
-                case str():
-                    yield chunk(event)
-                case Done():
-                    yield chunk("", FINISH[event.reason])
-                    if with_usage:
-                        last = {"choices": [], "usage": usage(started, event)}
-                        yield streams.event({**head, **last})
-        yield streams.DONE
-    except Exception as error:
-        yield streams.event(openai_body(as_api_error(error)))

@@ -15,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
-from anaphora.api.edge import Body, Off
+from anaphora.api.edge import Body, Count, Off, Zero
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, as_api_error
 from anaphora.api.generation import Generation, call, tool
 from anaphora.api.openai_chat import ToolChoice
+from anaphora.api.replies import ResponseObject
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Sampling, Started
 from anaphora.prompt.conversation import Conversation, Message, TextPart
@@ -101,6 +102,8 @@ Item = Annotated[
     Discriminator(_kind),
 ]
 
+Items = Annotated[list[Item], Field(min_length=1)]
+
 
 class Tool(Body):
     """A function, or a tool whose input is free text. The provider's own tools are left out."""
@@ -128,15 +131,13 @@ class TextOptions(Body):
 
 class ResponsesRequest(Body):
     model: str | None = None
-    input: Annotated[
-        list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])
-    ] = Field(min_length=1)
+    input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=0)
+    max_output_tokens: Count | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Zero | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -160,13 +161,9 @@ class ResponsesRequest(Body):
         if self.instructions:
             messages.insert(0, Message("system", (TextPart(self.instructions),)))
         tools = (_tool(item) for item in self.tools or () if item.shown)
-        given = {
-            name: value
-            for name in ("temperature", "top_p")
-            if (value := getattr(self, name)) is not None
-        }
         conversation = Conversation(tuple(messages), tuple(tools))
-        return Generation(conversation, self.max_output_tokens, Sampling(**given))
+        sampling = Sampling(**self.given("temperature", "top_p"))
+        return Generation(conversation, self.max_output_tokens, sampling)
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -190,15 +187,20 @@ class ResponsesRequest(Body):
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+    @routes.post(
+        "/v1/responses",
+        response_model=ResponseObject,
+        openapi_extra=takes(ResponsesRequest, "The object of a `response.…` event."),
+    )
     async def create_response(request: Request) -> Response:
+        """The next answer in a conversation, in the protocol of OpenAI's Responses."""
         body, tenant, headers = await api.read(request, ResponsesRequest)
-        answer = await api.submit(request, lambda: body.generation, tenant)
+        answer = await api.submit(request, body, tenant)
         head = {
             "id": f"resp_{answer.request.id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": api.model_name,
+            "model": answer.model_name,
             **body.echo,
         }
         item_id = f"msg_{answer.request.id}"

@@ -1,18 +1,28 @@
-"""The asyncio face of a loaded model."""
+"""The asyncio face of the loaded model, and of those that may take its place."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
 from anaphora.engine.protocol import Done, Event, Failed, Generated, Started
-from anaphora.errors import AnaphoraError, EngineError, OverloadedError, ShuttingDownError
+from anaphora.errors import (
+    AnaphoraError,
+    EngineError,
+    OverloadedError,
+    ShuttingDownError,
+    UnavailableError,
+)
 from anaphora.model import Model
+from anaphora.roster import Choice, Roster
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY = 60
 _SETTLE_AFTER = 0.25
@@ -30,8 +40,13 @@ class Finished:
 class Answer:
     """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
 
-    def __init__(self, serving: Serving, prepared: Prepared) -> None:
+    def __init__(
+        self, serving: Serving, prepared: Prepared, tenant: str, model: Model, name: str
+    ) -> None:
+        self.model = model
+        self.model_name = name
         self.request = prepared.request
+        self.tenant = tenant
         self.next_turn = prepared.next_turn
         self.started: Started | None = None
         self.done: Done | None = None
@@ -129,23 +144,29 @@ class Answer:
 
 
 class Serving:
-    """Takes requests for one model and sees them through.
+    """Takes requests for the models of ``roster`` and sees them through.
+
+    One model is loaded at a time. A request for another one waits until those before it are over,
+    and those behind it wait until that model is loaded.
 
     :param max_waiting: how many may wait beside those the engine works on.
     """
 
-    def __init__(self, model: Model, *, max_waiting: int = 256) -> None:
-        self.model = model
-        self.metrics = Metrics(model.info)
-        one_at_a_time = model.settings.exact or not model.info.caching
-        self._places = 1 if one_at_a_time else model.settings.parallel
+    def __init__(self, roster: Roster, *, max_waiting: int = 256) -> None:
+        self.roster = roster
+        self.metrics = Metrics(roster.model.info)
         self._max_waiting = max_waiting
         self._waiting = 0
         self._running = 0
         self._answers: dict[str, Answer] = {}
         """Everything that the engine has not ended yet."""
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._turnstile = asyncio.Lock()
+        """Whoever needs a model passes here, in the order of arrival."""
+        self._loading: asyncio.Task[None] | None = None
+        self._users = 0
+        """How many need the model that is loaded."""
+        self._unused = asyncio.Event()
+        self._unused.set()
         self._draining = False
         self._settling: asyncio.Task[None] | None = None
         self._seconds = 1.0
@@ -153,7 +174,63 @@ class Serving:
 
     @property
     def ready(self) -> bool:
-        return not self._draining and self.model.host.alive
+        """Whether a request would be served now."""
+        if self._draining or self._loading is not None or self.roster.loaded is None:
+            return False
+        return self.roster.model.host.alive
+
+    @asynccontextmanager
+    async def model(self, name: str | None) -> AsyncIterator[tuple[Model, str]]:
+        """The model called ``name``, which stays loaded inside the context, and its name.
+
+        For a name that no model has it is the one that is loaded. Raises what loading does, and
+        :class:`~anaphora.errors.ShuttingDownError`.
+        """
+        async with self._turnstile:
+            if self._loading is not None:  # for somebody who left
+                await asyncio.shield(self._loading)
+            choice = self.roster.find(name)
+            if choice != self.roster.loaded:
+                self._unsettle()
+                await self._unused.wait()
+                self._refuse_when_draining()
+                self._loading = asyncio.create_task(self._load(choice))
+                await asyncio.shield(self._loading)
+            self._refuse_when_draining()
+            self._use(+1)
+        try:
+            yield self.roster.model, choice.name
+        finally:
+            self._use(-1)
+
+    async def _load(self, choice: Choice) -> None:
+        try:
+            await asyncio.to_thread(self.roster.load, choice)
+        except AnaphoraError as error:  # it names files, which are not the client's business
+            logger.error("%s can't be loaded: %s", choice.name, error)
+            raise UnavailableError(
+                f"the model {choice.name!r} can't be loaded: see the server's log"
+            ) from error
+        finally:
+            self._loading = None
+            if self.roster.loaded is not None:
+                self.metrics.show(self.roster.model.info)
+
+    def _use(self, change: int) -> None:
+        self._users += change
+        if self._users:
+            self._unused.clear()
+        else:
+            self._unused.set()
+
+    @property
+    def _places(self) -> int:
+        """How many requests the engine works on at once."""
+        if self.roster.loaded is None:
+            return 1
+        model = self.roster.model
+        one_at_a_time = model.settings.exact or not model.info.caching
+        return 1 if one_at_a_time else model.settings.parallel
 
     def admit(self) -> None:
         """Make sure there is a place for another request.
@@ -161,59 +238,62 @@ class Serving:
         Raises :class:`~anaphora.errors.OverloadedError` and
         :class:`~anaphora.errors.ShuttingDownError`.
         """
-        if self._draining:
-            raise ShuttingDownError("the server is stopping: try again later")
+        self._refuse_when_draining()
         if self._waiting + self._running >= self._places + self._max_waiting:
             raise OverloadedError(self._waiting, self._retry_after())
 
-    async def submit(self, prepare: Callable[[], Prepared], *, quick: bool) -> Answer:
-        """Hand what ``prepare`` returns to the engine.
+    async def submit(
+        self, prepare: Callable[[Model], Prepared], *, tenant: str, model: str | None, quick: bool
+    ) -> Answer:
+        """Hand what ``prepare`` makes for the model called ``model`` to the engine.
+
+        ``tenant`` is whom the metrics count it for.
 
         It runs on another thread, unless it is ``quick``: then the way there and back would take
         longer than the work.
 
-        Raises what :meth:`admit` and ``prepare`` raise.
+        Raises what :meth:`admit`, :meth:`model` and ``prepare`` raise.
         """
         self.admit()
         self._unsettle()
-        self._queue(+1)
+        self._queue(tenant, +1)
         try:
-            prepared = prepare() if quick else await asyncio.to_thread(prepare)
+            async with self.model(model) as (loaded, name):
+                prepared = prepare(loaded) if quick else await asyncio.to_thread(prepare, loaded)
+                answer = Answer(self, prepared, tenant, loaded, name)
+                self._use(+1)
         except BaseException:
-            self._queue(-1)
+            self._queue(tenant, -1)
             raise
-        answer = Answer(self, prepared)
         self._answers[answer.request.id] = answer
-        self._empty.clear()
-        self.model.host.submit(answer.request, answer.receive)
+        loaded.host.submit(answer.request, answer.receive)
         return answer
 
     def begin(self, answer: Answer) -> None:
         """The engine has begun with ``answer``."""
-        self._queue(-1)
-        self._run(+1)
+        self._queue(answer.tenant, -1)
+        self._run(answer.tenant, +1)
         if answer.started is not None:
-            self.metrics.count_prompt(answer.started)
+            self.metrics.count_prompt(answer.tenant, answer.started)
 
     def end(self, answer: Answer) -> None:
         """The engine is done with ``answer``."""
         if answer.started is None:
-            self._queue(-1)
+            self._queue(answer.tenant, -1)
         else:
-            self._run(-1)
+            self._run(answer.tenant, -1)
         if answer.done is not None:
-            self.metrics.count_answer(answer.done)
+            self.metrics.count_answer(answer.tenant, answer.done)
             self._seconds += (answer.done.times.total - self._seconds) / 8
         del self._answers[answer.request.id]
-        if not self._answers:
-            self._empty.set()
-            if answer.done is not None and answer.done.reason != "cancelled":
-                self._settle(answer)
+        self._use(-1)
+        if not self._users and answer.done is not None and answer.done.reason != "cancelled":
+            self._settle(answer)
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for ``answer`` any more."""
         if not answer.ended:
-            self.model.host.cancel(answer.request.id)
+            answer.model.host.cancel(answer.request.id)
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, and return when those in flight are over.
@@ -223,11 +303,17 @@ class Serving:
         self._draining = True
         self._unsettle()
         try:
-            await asyncio.wait_for(self._empty.wait(), grace)
+            await asyncio.wait_for(self._unused.wait(), grace)
         except TimeoutError:
-            for request_id in list(self._answers):
-                self.model.host.cancel(request_id)
-            await self._empty.wait()
+            for answer in list(self._answers.values()):
+                self.leave(answer)
+            await self._unused.wait()
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise ShuttingDownError("the server is stopping: try again later")
 
     def _settle(self, answer: Answer) -> None:
         """Prepare the next turn of ``answer``'s conversation, if nobody wants anything for a while.
@@ -257,20 +343,20 @@ class Serving:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(over.set)
 
-        self.model.host.submit(request, listen)
+        answer.model.host.submit(request, listen)
         try:
             await over.wait()
         except asyncio.CancelledError:
-            self.model.host.cancel(request.id)
+            answer.model.host.cancel(request.id)
             raise
 
-    def _queue(self, change: int) -> None:
+    def _queue(self, tenant: str, change: int) -> None:
         self._waiting += change
-        self.metrics.waiting.set(self._waiting)
+        self.metrics.count_waiting(tenant, change)
 
-    def _run(self, change: int) -> None:
+    def _run(self, tenant: str, change: int) -> None:
         self._running += change
-        self.metrics.running.set(self._running)
+        self.metrics.count_running(tenant, change)
 
     def _retry_after(self) -> int:
         """Seconds until those that wait now should have begun."""

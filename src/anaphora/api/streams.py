@@ -19,9 +19,14 @@ DONE = b"data: [DONE]\n\n"
 """How OpenAI's older streams end."""
 
 
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""JSON may hold these as they are, but many clients would take them for the end of a line."""
+
+
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    text = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    text = f"data: {body}\n\n"
     return f"event: {name}\n{text}".encode() if name else text.encode()
 
 

@@ -6,7 +6,7 @@ What a command needs is imported when it runs: ``--help`` should be instant.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -32,13 +32,24 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command; errors a user can cause are one line and exit code 1."""
+    """Run the command. What a user did wrong is one line, and exit code 1, or 2 for wrong usage."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except AnaphoraError as error:
         fail(str(error))
+    except typer.TyperException as error:
+        _fail_usage(error)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail_usage(error: typer.TyperException) -> NoReturn:
+    problem = " ".join(error.format_message().split()).rstrip(".")
+    if not problem:  # the help was wanted, and shown
+        sys.exit(error.exit_code)
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "anaphora"
+    fail(f"{problem} (see '{command} --help')", error.exit_code)
 
 
 def _version(wanted: bool) -> None:

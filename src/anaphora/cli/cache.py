@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from anaphora.cli.output import AsJson, CacheDir, ModelPath, err, out
+from anaphora.scratch import leftovers, remove_leftover
 from anaphora.settings import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
@@ -26,13 +27,25 @@ def ls(
     cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None, as_json: AsJson = False
 ) -> None:
     """List what is cached, a line for each model and way to compute."""
-    found = _namespaces(cache_dir, model)
+    with err.status("looking"):
+        found = _namespaces(cache_dir, model)
     if as_json:
         print(json.dumps([asdict(info) for info in found], indent=2, default=str))
         return
-    if not found:
+    if found:
+        out.print(_table(found))
+    else:
         out.print(f"nothing is cached in {cache_dir}", markup=False)
-        return
+    if left := leftovers(cache_dir.expanduser()):
+        out.print(
+            f"left by runs that were killed: {', '.join(path.name for path in left)}; "
+            "'anaphora cache clear' deletes them",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _table(found: list[NamespaceInfo]) -> Table:
     table = Table(box=box.SIMPLE)
     longest = max(len(info.path.name) for info in found)
     table.add_column("folder", no_wrap=True, min_width=longest)  # whole, however little room
@@ -49,7 +62,7 @@ def ls(
             f"{used:%Y-%m-%d %H:%M}" if used else "",
             f"process {info.used_by}" if info.used_by else "",
         )
-    out.print(table)
+    return table
 
 
 @app.command()
@@ -81,10 +94,18 @@ def verify(
 
 @app.command()
 def clear(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> None:
-    """Delete cached blocks: all of them, or one model's. Models stay."""
+    """Delete cached blocks: all of them, or one model's. Models stay.
+
+    Without --model, also what demo, bench and selftest left behind where they were killed.
+    """
     from anaphora.cache.inspect import clear_namespace
 
-    freed = sum(clear_namespace(info.path) for info in _namespaces(cache_dir, model))
+    freed = 0
+    with err.status("deleting"):
+        for info in _namespaces(cache_dir, model):
+            freed += clear_namespace(info.path)
+        for path in leftovers(cache_dir.expanduser()) if model is None else ():
+            freed += remove_leftover(path)
     out.print(f"{freed / 2**20:,.1f} MiB freed")
 
 

@@ -29,7 +29,7 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D the conversation; /clear begins a new one.
     """
-    path = find_model(config)
+    path = find_model(config.model, config.cache_dir)
     sampling = Sampling(temperature=temperature, seed=seed)
     with err.status("loading the model"):
         model = Model(path, replace(config.settings(), parallel=1))

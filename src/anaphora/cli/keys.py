@@ -33,13 +33,17 @@ def add(
         str | None,
         typer.Option(help="Keys of one tenant share its cache. Default: one for this key alone."),
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It may see the metrics of all tenants.")
+    ] = False,
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it. It is shown this once."""
-    key = KeyFile(keys_file).add(name, tenant)
+    key = KeyFile(keys_file).add(name, tenant, operator=operator)
     if as_json:
-        print(json.dumps({"name": name, "tenant": tenant or name, "key": key}))
+        made = {"name": name, "tenant": tenant or name, "operator": operator, "key": key}
+        print(json.dumps(made))
         return
     print(key)  # alone on stdout, for $(anaphora keys add ...)
     err.print("This is shown once. Clients send it as their API key.")
@@ -47,20 +51,51 @@ def add(
 
 @app.command()
 def ls(keys_file: KeysFile = DEFAULT_KEYS_FILE, as_json: AsJson = False) -> None:
-    """List names and tenants of all keys."""
-    records = KeyFile(keys_file).records()
+    """List all keys: their names and tenants, and what those share."""
+    file = KeyFile(keys_file)
+    records, shared = file.records(), file.shared()
     if as_json:
-        members = ("name", "tenant", "created")
-        print(json.dumps([{m: asdict(r)[m] for m in members} for r in records], indent=2))
+        members = ("name", "tenant", "operator", "created")
+        listed = [
+            {**{m: asdict(r)[m] for m in members}, "shared": shared.get(r.tenant)} for r in records
+        ]
+        print(json.dumps(listed, indent=2))
         return
     if not records:
         out.print("no keys: the server takes requests from this machine only")
         return
-    table = Table("name", "tenant", "made", box=box.SIMPLE)
+    table = Table("name", "tenant", "operator", "shares in", "made", box=box.SIMPLE)
     for record in records:
         made = datetime.fromtimestamp(record.created, UTC).astimezone()
-        table.add_row(record.name, record.tenant, f"{made:%Y-%m-%d %H:%M}")
+        table.add_row(
+            record.name,
+            record.tenant,
+            "yes" if record.operator else "",
+            shared.get(record.tenant, ""),
+            f"{made:%Y-%m-%d %H:%M}",
+        )
     out.print(table)
+
+
+@app.command()
+def share(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
+    namespace: Annotated[str, typer.Argument(help="What all who share have to name.")],
+    keys_file: KeysFile = DEFAULT_KEYS_FILE,
+) -> None:
+    """Let a tenant share system prompts and tools with others of a namespace."""
+    KeyFile(keys_file).share(tenant, namespace)
+    out.print(f"tenant {tenant} shares system prompts and tools in {namespace}", markup=False)
+
+
+@app.command()
+def unshare(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
+    keys_file: KeysFile = DEFAULT_KEYS_FILE,
+) -> None:
+    """Let a tenant share nothing any more."""
+    namespace = KeyFile(keys_file).unshare(tenant)
+    out.print(f"tenant {tenant} shares nothing in {namespace} any more", markup=False)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 import typer
 
 from anaphora.config import FIELDS, Config, Option, load_config, spelled
+from anaphora.errors import SettingsError
 
 P = ParamSpec("P")
 
@@ -21,6 +22,8 @@ ENGINE = (
     "gpu_layers",
     "kv_type",
     "flash_attn",
+    "adapter",
+    "llama",
     "chat_template",
     "cache_dir",
     "memory_budget",
@@ -54,7 +57,11 @@ def configured(
         def run(*, config_file: Path | None, **values: Any) -> None:
             given = {name: values.pop(name) for name in names}
             given = {name: value for name, value in given.items() if value not in (None, [])}
-            command(load_config(given, os.environ, config_file), **values)  # type: ignore[call-arg]
+            config = load_config(given, os.environ, config_file)
+            try:
+                command(config, **values)  # type: ignore[call-arg]
+            except SettingsError as error:
+                raise config.as_written(error) from error
 
         hints = get_type_hints(command, include_extras=True)
         own = list(inspect.signature(command).parameters.values())[1:]

@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from anaphora.config import Config
-
 CacheDir = Annotated[
     Path, typer.Option("--cache-dir", help="Folder of the disk cache.", show_default=True)
 ]
@@ -24,19 +22,18 @@ out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, and exit code 1."""
+def fail(message: str, code: int = 1) -> NoReturn:
+    """One line on stderr, and the exit code."""
     err.print(f"anaphora: {message}", markup=False, soft_wrap=True)
-    sys.exit(1)
+    sys.exit(code)
 
 
-def find_model(config: Config) -> Path:
-    """The model file that ``config`` names: a path, one of the Hub, or the bundled one."""
+def find_model(name: str | None, cache_dir: Path) -> Path:
+    """The model file called ``name``: a path, one of the Hub, or the bundled one."""
     from anaphora import hub
 
-    name = config.model
     if name is None or not name.startswith(hub.PREFIX):
-        return prepare_model(None if name is None else Path(name), config.cache_dir)
+        return prepare_model(None if name is None else Path(name), cache_dir)
     model = hub.HubModel.parse(name)
     err.print(f"looking for {model}", markup=False)
     return hub.fetch(model)

@@ -30,7 +30,7 @@ def selftest(config: Config, as_json: AsJson = False) -> None:
     """
     from anaphora import selftest as run_selftest
 
-    path = find_model(config)
+    path = find_model(config.model, config.cache_dir)
     with err.status("loading the model") as status:
         report = run_selftest.run(path, config.cache_dir, config.settings(), status.update)
     if as_json:

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from anaphora.cache.store import CacheStats
 from anaphora.engine.protocol import Done, Emit, Engine, EngineInfo, Event, Failed, Request
@@ -17,6 +18,38 @@ logger = logging.getLogger(__name__)
 
 Listener = Callable[[Event], None]
 """Called on the engine's thread with every event of one request; it must return at once."""
+
+
+class Host(Protocol):
+    """Where an engine runs. All methods may be called from any thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served now."""
+        ...
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Hand a request over. Its last event is Done or Failed, whatever happens."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def stats(self) -> CacheStats | None:
+        """Counts and sizes of the engine's cache; ``None`` where it has none.
+
+        Raises :class:`~anaphora.errors.EngineError` where there is no engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancel what runs, store what is not stored yet, and end the engine."""
+        ...
 
 
 class EngineHost:
@@ -87,6 +120,10 @@ class EngineHost:
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, which :meth:`close` or a failure brings."""
+        self._thread.join()
 
     def _run(self, make_engine: Callable[[Emit], Engine]) -> None:
         try:

@@ -20,13 +20,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
+import numpy as np
+
+from anaphora.cache.keys import Tokens
 from anaphora.errors import PromptError, TemplateError
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
 from anaphora.prompt.tokens import Prompt, Renderer
 
 _ROLES = {"developer": "system", "function": "tool"}
 _GAP = TextPart("\n\n")
+_NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
 def render(
@@ -67,6 +72,30 @@ def render_answered(
         messages = (*before, last, Message("assistant", (TextPart(answer),)))
     answered = replace(conversation, messages=messages)
     return _render(renderer, answered, options, opened=False, continued=False)
+
+
+def trunk(
+    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None = None
+) -> Tokens:
+    """What prompts with these tools and leading system messages begin with, shape (n,).
+
+    It is taken from another conversation that has the same ones, so nothing of the other messages
+    can be in it, wherever the template puts things. Empty where there are none of either, or where
+    the template refuses such a conversation. A prompt may begin with a part of it only: templates
+    can show the time, or make it depend on later messages.
+    """
+    conversation = _normal(conversation)
+    head = takewhile(lambda message: message.role == "system", conversation.messages)
+    stand_in = Message("user", (TextPart("A"),))
+    other = replace(conversation, messages=(*head, stand_in))
+    if len(other.messages) == 1 and not other.tools:
+        return _NO_TOKENS
+    try:
+        prompt = _render(renderer, other, options, opened=True, continued=False)
+    except (PromptError, TemplateError):
+        return _NO_TOKENS
+    end = prompt.boundaries[-1].parts[-1] or 1
+    return prompt.tokens[: end - 1]  # without the token that holds the stand-in
 
 
 def _render(

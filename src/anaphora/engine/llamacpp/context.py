@@ -55,7 +55,7 @@ class LlamaContext:
             why = errors[-1] if errors else "llama.cpp gives no reason"
             raise ContextMemoryError(
                 f"no context of {cells} tokens can be made ({why}): "
-                "use a smaller context_size, parallel or kv_type"
+                "use a smaller context, fewer requests at a time, or q8_0 as KV type"
             )
         self._memory = lib.llama_get_memory(self._context)
         self.batch_size = int(lib.llama_n_batch(self._context))

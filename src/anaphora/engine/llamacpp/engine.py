@@ -57,6 +57,8 @@ _GROWTH = 256
 _WRITE_AFTER_IDLE = 1.0
 _WRITE_SLICE = 0.02
 _RETRY_WRITES = 30.0
+_BUSY_SHARE = 0.05
+_BUSY_SLICE = 0.25
 _MOST_BACKGROUND = 64
 """Background requests that may wait; older ones are the least likely to be of use still."""
 
@@ -154,6 +156,7 @@ class LlamaEngine:
         """Nothing has changed since everything was written."""
         self._finished = False
         """A request has ended since something was last written."""
+        self._saved_at = 0.0
         self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
         """What idle time has yet to export; ``None``: to be looked up."""
 
@@ -233,11 +236,26 @@ class LlamaEngine:
         self._idle_since = self._unsaved = None
         self._advance(foreground)
         if self._finished and (self._active or self._waiting):
-            # An engine that is never idle writes a little after each request, what was used
-            # a second time first, so that not everything hangs on its next pause.
-            self._cache.maintain(0.0)
+            self._save_while_busy()
         self._finished = False
         return 0.0
+
+    def _save_while_busy(self) -> None:
+        """After a request, give a twentieth of the time since the last one to saving.
+
+        So not everything hangs on the next pause of an engine that is never idle. Tails wait for
+        it: the next turn replaces most of them. One block is written in any case, what was used
+        a second time first.
+        """
+        now = time.perf_counter()
+        deadline = now + min((now - self._saved_at) * _BUSY_SHARE, _BUSY_SLICE)
+        self._saved_at = now
+        for live, block in self._sequences.unsaved():
+            if time.perf_counter() >= deadline:
+                break
+            if block.end % self._block_size == 0:
+                self._sequences.export(live, block)
+        self._cache.maintain(max(0.0, deadline - time.perf_counter()))
 
     def _advance(self, jobs: list[_Job]) -> None:
         """One prefill chunk for one of ``jobs``, then one token for all that generate."""

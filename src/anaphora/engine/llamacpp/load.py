@@ -13,11 +13,13 @@ from anaphora.cache.disk import DiskTier, namespace_name
 from anaphora.cache.keys import root_key
 from anaphora.cache.store import PrefixCache
 from anaphora.clock import Clock, SystemClock
+from anaphora.engine.identity import check_complete
 from anaphora.engine.llamacpp import ggml, logs
 from anaphora.engine.llamacpp.context import GRID, LlamaContext
 from anaphora.engine.llamacpp.engine import LlamaEngine
-from anaphora.engine.llamacpp.model import LlamaModel
+from anaphora.engine.llamacpp.model import LlamaModel, reason
 from anaphora.engine.llamacpp.params import KV_TYPES, Params, build, rope_identity
+from anaphora.engine.llamacpp.vocabulary import LoadedVocabulary
 from anaphora.engine.protocol import Emit, EngineInfo
 from anaphora.errors import CacheBusyError, ContextMemoryError, ModelFileError, SettingsError
 from anaphora.settings import Settings
@@ -61,7 +63,9 @@ def load_engine(
     params = build(settings)
     micro = int(params.context.n_ubatch)
     if settings.exact and micro % GRID:
-        raise SettingsError(f"n_ubatch is {micro}: use a multiple of {GRID} with exact")
+        raise SettingsError(
+            f"has n_ubatch = {micro}: use a multiple of {GRID} with exact", setting="llama"
+        )
     model = LlamaModel(path, params, settings.adapters, altered=bool(settings.llama))
     try:
         if not model.decodes:
@@ -73,6 +77,24 @@ def load_engine(
     except BaseException:
         model.close()
         raise
+
+
+def load_vocabulary(path: Path, settings: Settings) -> LoadedVocabulary:
+    """The vocabulary alone of the model at ``path``, without its weights; close it after use.
+
+    Raises :class:`~anaphora.errors.ModelNotFoundError` and
+    :class:`~anaphora.errors.ModelFileError`.
+    """
+    logs.route()
+    lib.llama_backend_init()
+    params = build(settings)
+    params.model.vocab_only = True
+    check_complete(path)
+    with logs.errors() as errors:
+        pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
+    if not pointer:
+        raise ModelFileError(f"{path} can't be loaded: {reason(errors)}; try another file")
+    return LoadedVocabulary(pointer)
 
 
 def identity(model: LlamaModel, params: Params, settings: Settings) -> dict[str, str]:
@@ -209,7 +231,7 @@ def _fit(
         if size * cell_bytes > room:
             raise ContextMemoryError(
                 f"a context of {size} tokens needs {size * cell_bytes >> 20} MiB and "
-                f"{room >> 20} MiB are free: use a smaller context_size or kv_type q8_0"
+                f"{room >> 20} MiB are free: use a smaller context, or q8_0 as KV type"
             )
     return size, max(size, min(size * parallel, most))
 

@@ -53,7 +53,7 @@ class LlamaModel:
             self.pointer = lib.llama_model_load_from_file(str(path).encode(), params.model)
         if not self.pointer:
             advice = "try without the llama.cpp parameters" if altered else "try another file"
-            raise ModelFileError(f"{path} can't be loaded: {_reason(errors)}; {advice}")
+            raise ModelFileError(f"{path} can't be loaded: {reason(errors)}; {advice}")
         try:
             self._vocabulary = LlamaVocabulary(self.pointer)
             self.metadata: Mapping[str, str] = _metadata(self.pointer)
@@ -126,7 +126,9 @@ class LlamaModel:
             pointer = lib.llama_adapter_lora_init(self.pointer, str(path).encode())
         if not pointer:
             why = errors[-1] if errors else "llama.cpp gives no reason"
-            raise SettingsError(f"the adapter {path} doesn't fit the model: {why}")
+            raise SettingsError(
+                f"has {path}, which doesn't fit the model: {why}", setting="adapters"
+            )
         return pointer, adapter.scale, digest
 
 
@@ -139,7 +141,7 @@ def _metadata(model: Any) -> dict[str, str]:
     return found
 
 
-def _reason(errors: Sequence[str]) -> str:
+def reason(errors: Sequence[str]) -> str:
     """What llama.cpp said first about why: its last words only say that it failed."""
     prefix = "error loading model: "
     reasons = [line.partition(prefix)[2] for line in errors if prefix in line]

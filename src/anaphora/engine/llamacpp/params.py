@@ -65,6 +65,8 @@ _CHOICES: dict[str, dict[str, int]] = {
     "load_mode": {"none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4},
 }
 _PLAIN_FORMS = ("override_tensor", "cpu_moe", "n_cpu_moe", "tensor_split", "kv_overrides")
+_MOST_LAYERS = 512
+"""llama.cpp's own limit."""
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 PASS_THROUGH = tuple(sorted({*_MODEL_FIELDS, *_CONTEXT_FIELDS, *_CHOICES, *_PLAIN_FORMS}))
@@ -96,14 +98,17 @@ def kv_types(kv_type: str, flash_attn: bool) -> tuple[str, str]:
     names = [name.strip().lower() for name in kv_type.split(",")]
     if len(names) > 2 or not all(name in KV_TYPES for name in names):
         raise SettingsError(
-            f"kv_type is {kv_type!r}: use K or K,V with types out of {', '.join(KV_TYPES)}"
+            f"is {kv_type!r}: use K or K,V with types out of {', '.join(KV_TYPES)}",
+            setting="kv_type",
         )
     k = names[0]
     both = k in _UNQUANTIZED or flash_attn
     v = names[1] if len(names) == 2 else (k if both else "f16")
     if v not in _UNQUANTIZED and not flash_attn:
         raise SettingsError(
-            f"a quantized V ({v}) needs flash attention: use flash_attn on, or kv_type {k},f16"
+            f"is {kv_type!r}, and a quantized V needs flash attention: switch that on, "
+            f"or use {k},f16",
+            setting="kv_type",
         )
     return k, v
 
@@ -118,7 +123,12 @@ def build(settings: Settings) -> Params:
     offloads = bool(lib.llama_supports_gpu_offload())
     model.n_gpu_layers = -1 if offloads else 0
     if settings.gpu_layers is not None:
-        _assign(model, "n_gpu_layers", settings.gpu_layers)
+        if not -(2**31) <= settings.gpu_layers < 2**31:
+            raise SettingsError(
+                f"is {settings.gpu_layers}: use a number of layers, or -1 for all",
+                setting="gpu_layers",
+            )
+        model.n_gpu_layers = settings.gpu_layers
     if settings.threads is not None:
         context.n_threads = context.n_threads_batch = settings.threads
     else:
@@ -147,7 +157,7 @@ def _pass_through(values: Mapping[str, object], params: Params) -> None:
         if name in _CHOICES:
             choices = _CHOICES[name]
             if not isinstance(value, str) or value not in choices:
-                raise SettingsError(f"{name} is {value!r}: use {', '.join(choices)}")
+                raise _refusal(f"{name} = {value!r}: use {', '.join(choices)}")
             target = params.context if name == "rope_scaling_type" else params.model
             setattr(target, name, choices[value])
         elif name in _MODEL_FIELDS:
@@ -159,13 +169,17 @@ def _pass_through(values: Mapping[str, object], params: Params) -> None:
         elif name == "kv_overrides":
             params.model.kv_overrides = _kv_overrides(value, params)
         elif name not in _PLAIN_FORMS:
-            raise SettingsError(
-                f"{name!r} is no llama.cpp parameter that can be passed through; "
+            raise _refusal(
+                f"{name!r}, which is no llama.cpp parameter that can be passed through; "
                 f"known: {', '.join(PASS_THROUGH)}"
             )
     overrides = list(_buffer_overrides(values))
     if overrides:
         _set_buffer_overrides(overrides, params)
+
+
+def _refusal(problem: str) -> SettingsError:
+    return SettingsError(f"has {problem}", setting="llama")
 
 
 def _assign(struct: Any, name: str, value: object) -> None:
@@ -191,18 +205,20 @@ def _assign(struct: Any, name: str, value: object) -> None:
         what = {ctypes.c_bool: "true or false", ctypes.c_float: "a number"}.get(
             kind, "an integer in its range"
         )
-        raise SettingsError(f"{name} is {value!r}: use {what}") from None
+        raise _refusal(f"{name} = {value!r}: use {what}") from None
 
 
 def _tensor_split(value: object, params: Params) -> Any:
     devices = lib.llama_max_devices()
-    shares = value.split(",") if isinstance(value, str) else value
+    shares = value if isinstance(value, list | tuple) else str(value).split(",")
     try:
-        numbers = [float(share) for share in shares]  # type: ignore[attr-defined]
+        numbers = [float(share) for share in shares]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError
     except (TypeError, ValueError):
-        raise SettingsError(f"tensor_split is {value!r}: use numbers, one per GPU") from None
+        raise _refusal(f"tensor_split = {value!r}: use numbers, one per GPU") from None
     if len(numbers) > devices:
-        raise SettingsError(f"tensor_split has {len(numbers)} shares: at most {devices} devices")
+        raise _refusal(f"tensor_split of {len(numbers)} shares: use at most {devices}")
     array = (ctypes.c_float * devices)(*numbers)
     params.keep.append(array)
     return array
@@ -210,21 +226,34 @@ def _tensor_split(value: object, params: Params) -> Any:
 
 def _kv_overrides(value: object, params: Params) -> Any:
     if not isinstance(value, Mapping) or not value or not all(isinstance(k, str) for k in value):
-        raise SettingsError(f"kv_overrides is {value!r}: use a table of metadata keys and values")
+        raise _refusal(f"kv_overrides = {value!r}: use a table of metadata keys and values")
     array = (lib.llama_model_kv_override * (len(value) + 1))()
     for entry, (key, new) in zip(array, value.items(), strict=False):
-        entry.key = str(key).encode()[:127]
+        entry.key = _override_text(key, key)
         if isinstance(new, bool):
             entry.tag, entry.value.val_bool = lib.LLAMA_KV_OVERRIDE_TYPE_BOOL, new
-        elif isinstance(new, int):
+        elif isinstance(new, int) and -(2**63) <= new < 2**63:
             entry.tag, entry.value.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, new
         elif isinstance(new, float):
             entry.tag, entry.value.val_f64 = lib.LLAMA_KV_OVERRIDE_TYPE_FLOAT, new
-        else:
+        elif isinstance(new, str):
             entry.tag = lib.LLAMA_KV_OVERRIDE_TYPE_STR
-            entry.value.val_str = str(new).encode()[:127]
+            entry.value.val_str = _override_text(key, new)
+        else:
+            raise _refusal(
+                f"kv_overrides with {key} = {new!r}: use true, false, a number or a text, "
+                "and quotes around a key with dots"
+            )
     params.keep.append(array)
     return array
+
+
+def _override_text(key: str, text: str) -> bytes:
+    """As it is written into llama.cpp's struct, which has room for 127 bytes and a zero."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) > 127 or b"\0" in encoded:
+        raise _refusal(f"kv_overrides with a {key[:40]!r} that is too long: use up to 127 bytes")
+    return encoded
 
 
 def _buffer_overrides(values: Mapping[str, object]) -> Iterable[tuple[str, str]]:
@@ -233,23 +262,23 @@ def _buffer_overrides(values: Mapping[str, object]) -> Iterable[tuple[str, str]]
     if given is not None:
         items = given.split(",") if isinstance(given, str) else given
         if not isinstance(items, Iterable):
-            raise SettingsError("override_tensor: use PATTERN=BUFFER, for example exps=CPU")
+            raise _refusal(f"override_tensor = {given!r}: use PATTERN=BUFFER, such as exps=CPU")
         for item in items:
             pattern, _, buffer = str(item).rpartition("=")
             if not pattern or not buffer:
-                raise SettingsError(f"override_tensor {item!r}: use PATTERN=BUFFER")
+                raise _refusal(f"override_tensor = {item!r}: use PATTERN=BUFFER, such as exps=CPU")
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise SettingsError(f"override_tensor {item!r}: {error}") from None
+                raise _refusal(f"override_tensor = {item!r}: {error}") from None
             yield pattern, buffer
     if not isinstance(values.get("cpu_moe", False), bool):
-        raise SettingsError(f"cpu_moe is {values['cpu_moe']!r}: use true or false")
+        raise _refusal(f"cpu_moe = {values['cpu_moe']!r}: use true or false")
     if values.get("cpu_moe"):
         yield _EXPERTS, "CPU"
     layers = values.get("n_cpu_moe", 0)
-    if not isinstance(layers, int) or layers < 0:
-        raise SettingsError(f"n_cpu_moe is {layers!r}: use a number of layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 <= layers <= _MOST_LAYERS:
+        raise _refusal(f"n_cpu_moe = {layers!r}: use a number of layers, 0 to {_MOST_LAYERS}")
     for layer in range(layers):
         yield rf"blk\.{layer}{_EXPERTS}", "CPU"
 
@@ -262,7 +291,9 @@ def _set_buffer_overrides(overrides: list[tuple[str, str]], params: Params) -> N
     array = (Override * (len(overrides) + 1))()
     for entry, (pattern, buffer) in zip(array, overrides, strict=False):
         if buffer not in known:
-            raise SettingsError(f"no buffer type {buffer!r} here: use one of {', '.join(known)}")
+            raise _refusal(
+                f"override_tensor with the buffer type {buffer!r}: use one of {', '.join(known)}"
+            )
         entry.pattern, entry.buft = pattern.encode(), known[buffer]
     params.keep.append(array)
     params.model.tensor_buft_overrides = ctypes.cast(array, ctypes.c_void_p)

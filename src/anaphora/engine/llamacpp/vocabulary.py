@@ -172,6 +172,20 @@ class LlamaVocabulary:
         }
 
 
+class LoadedVocabulary(LlamaVocabulary):
+    """A vocabulary that owns its model, which was loaded for it alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._model = model
+
+    def close(self) -> None:
+        super().close()
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+
 def _text(vocab: Any, token: int) -> str:
     return str(llama_cpp.llama_vocab_get_text(vocab, token).decode(errors="replace"))
 

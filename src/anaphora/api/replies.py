@@ -1,0 +1,188 @@
+"""What answers look like, for the OpenAPI document. The tests hold the answers to it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Reply(BaseModel):
+    """An object of an answer: it has these members, all of them and no others."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class OpenAIErrorDetails(Reply):
+    message: str
+    """What is wrong, and what to do."""
+    type: str
+    param: str | None
+    """The member of the request that is at fault."""
+    code: str | None
+
+
+class OpenAIError(Reply):
+    error: OpenAIErrorDetails
+
+
+class AnthropicErrorDetails(Reply):
+    type: str
+    message: str
+    """What is wrong, and what to do."""
+
+
+class AnthropicError(Reply):
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+    """Read from the cache."""
+    cache_write_tokens: int
+    """Written to the cache."""
+
+
+class CompletionTokensDetails(Reply):
+    reasoning_tokens: int
+
+
+class CompletionUsage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AnsweredMessage(Reply):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Reply):
+    index: Literal[0]
+    message: AnsweredMessage
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Reply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+class TextChoice(Reply):
+    index: Literal[0]
+    text: str
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(Reply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: CompletionUsage
+
+
+class OutputText(Reply):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+class OutputMessage(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class CacheWriteDetails(Reply):
+    ttl_30m_tokens: int
+    ttl_12h_tokens: int
+
+
+class InputTokensDetails(Reply):
+    cached_tokens: int
+    cache_write_tokens: int
+    cache_write_tokens_details: CacheWriteDetails
+
+
+class OutputTokensDetails(Reply):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Reply):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Reply):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """A response; beside these it repeats members of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputMessage]
+    usage: ResponseUsage
+    metadata: dict[str, str]
+
+
+class CacheCreation(Reply):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class MessageUsage(Reply):
+    """The whole prompt is ``input_tokens`` and both ``cache_…_input_tokens`` together."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    output_tokens: int
+    service_tier: Literal["standard"]
+
+
+class MessageText(Reply):
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicMessage(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText]
+    stop_reason: Literal["end_turn", "stop_sequence", "max_tokens", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Reply):
+    input_tokens: int
