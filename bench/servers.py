@@ -20,6 +20,9 @@ _REST_SECONDS = 1.25
 """Longer than Anaphora waits before it writes to disk."""
 _LONGEST_REST = 120
 
+# A measurement that is terminated ends its servers, as one that is interrupted does.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+
 
 class Server:
     """A server on a port of its own; made when it takes requests.
