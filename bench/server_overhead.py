@@ -163,7 +163,8 @@ def main(
         engines = {f"server, engine in a {place}": ("--engine", place) for place in places}
     values = Values()
     with scratch_folder(cache_dir.expanduser(), "bench") as folder, err.status("") as status:
-        settings = Config(ctx_size=CONTEXT, cache_dir=folder / LIBRARY).settings()
+        # The library as it is by default: the engine on a thread.
+        settings = Config(ctx_size=CONTEXT, cache_dir=folder / LIBRARY, engine="thread").settings()
         for number in range(rounds):
             status.update(f"round {number + 1} of {rounds}")
             # Where a context happens to lie in memory changes its speed by some percent, so every
