@@ -175,7 +175,7 @@ def test_a_second_signal_ends_what_runs_at_once_and_properly(
         lines = response.iter_lines()
         next(lines)
         whole = threads.submit(httpx.post, url, json=ENDLESS, timeout=60)
-        while "running 2.0" not in httpx.get(f"{served.url}/metrics").text:
+        while 'running{tenant="local"} 2.0' not in httpx.get(f"{served.url}/metrics").text:
             pass
         served.process.send_signal(number)
         while listens(served):

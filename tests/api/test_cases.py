@@ -6,6 +6,7 @@ On all three protocols for conversations. ``ANAPHORA_SOAK=1`` (``make soak``) ru
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -277,8 +278,9 @@ class TestCounters:
             nonlocal tiers
             before, tiers = tiers, {}
             for line in server.http().get("/metrics").text.splitlines():
-                if line.startswith("anaphora_cache_found_tokens_total"):
-                    tiers[line.split('"')[1]] = float(line.rsplit(" ")[-1])
+                sample = re.match(r'anaphora_cache_found_tokens_total{.*tier="(\w+)"} (.*)', line)
+                if sample:
+                    tiers[sample[1]] = float(sample[2])
             return {tier: count - before.get(tier, 0) for tier, count in tiers.items()}
 
         found()

@@ -34,7 +34,7 @@ OFF = ("positive_data_acceptance", "allow_header_conformance")
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path) -> Iterator[Server]:
     """With a small context, since an answer without a limit may fill it."""
-    server = Server(Serving(roster([tiny_llama], context_size=512)), Options())
+    server = Server(Serving(roster([tiny_llama], context_size=128)), Options())
     server.start()
     yield server
     server.stop()

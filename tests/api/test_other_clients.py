@@ -73,8 +73,9 @@ def litellm() -> Any:
     return litellm
 
 
-# Its own types, which it makes when first used.
+# About its own code, when that is first used.
 @pytest.mark.filterwarnings("ignore:Item .* on TypedDict:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm.litellm_core_utils.*")
 class TestLiteLLM:
     @pytest.fixture(params=["openai", "anthropic"])
     def options(self, server: Server, request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -225,11 +226,12 @@ class TestLlm:
 
     @pytest.mark.parametrize("model", ["local", "new", "raw"])
     def test_a_prompt(self, llm: Callable[..., str], model: str) -> None:
-        whole = llm("-m", model, DOCUMENT, "--no-stream")
-        streamed = llm("-m", model, DOCUMENT, "--usage")
-        assert streamed.startswith(whole)
-        prompt, cached = usage(streamed)
-        assert cached == prompt > 0
+        streamed = llm("-m", model, DOCUMENT)
+        whole = llm("-m", model, DOCUMENT, "--no-stream", "--usage")
+        assert whole.startswith(streamed)
+        if model != "raw":  # of which it shows no usage
+            prompt, cached = usage(whole)
+            assert cached == prompt > 0
 
     def test_a_conversation_with_tools(self, llm: Callable[..., str]) -> None:
         look = 'def look(at: str) -> str:\n    "Look it up."\n    return at'
