@@ -10,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,7 +31,9 @@ SESSION_PROMPT = 1000
 ANSWER = 32
 DECODED = 128
 CONTEXT = 8192
-FLAGS = "-np 1 -c 8192"
+FLAGS = ("-np 1 -c 8192", f"-np {SESSIONS} -c {SESSIONS * CONTEXT} -no-kvu")
+"""One slot, and what it doesn't hold in llama-server's prompt cache; or a slot for each session."""
+OURS = "anaphora"
 
 QUESTIONS = (
     "What is this document about? Answer in one sentence.",
@@ -41,7 +44,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of the two servers: how it is started, and what it is sent beside the conversation."""
+    """One of the servers: how it is started, and what it is sent beside the conversation."""
 
     name: str
     start: Callable[[], Server]
@@ -66,10 +69,10 @@ class Conversation:
 
 
 class Duel:
-    """Both servers, asked in turn: only one has anything to do at any time."""
+    """All servers, asked in turn: only one has anything to do at any time."""
 
-    def __init__(self, ours: Peer, theirs: Peer, texts: Texts) -> None:
-        self._peers = (ours, theirs)
+    def __init__(self, peers: Sequence[Peer], texts: Texts) -> None:
+        self._peers = tuple(peers)
         self._texts = texts
         self._servers: dict[str, Server] = {}
         self.times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -93,11 +96,11 @@ class Duel:
         for name, chat in self._in_turn(number, document):
             answer = chat.say(QUESTIONS[2], 1)
             hit = answer.cached_tokens > 0.9 * PROMPT
-            _expect(hit or name != "anaphora", "nothing was left after the restart")
+            _expect(hit or name != OURS, "nothing was left after the restart")
             self.times["restart", name].append(answer.first_token)
 
     def restart(self) -> None:
-        """Stop both servers, and start them again."""
+        """Stop all servers, and start them again."""
         self._stop()
         self._servers = {peer.name: peer.start() for peer in self._peers}
 
@@ -118,14 +121,15 @@ class Duel:
                     self.cached[peer.name] += [a.cached_tokens / a.prompt_tokens for a in answers]
 
     def _in_turn(self, number: int, document: str) -> Iterator[tuple[str, Conversation]]:
-        """A new conversation with each server, when both are at rest."""
+        """A new conversation with each server, when all are at rest."""
         for peer in self._order(number):
             self._rest()
             yield peer.name, self._chat(peer, document)
 
     def _order(self, number: int) -> Sequence[Peer]:
         """Who comes first changes with every round."""
-        return self._peers if number % 2 else self._peers[::-1]
+        first = number % len(self._peers)
+        return self._peers[first:] + self._peers[:first]
 
     def _rest(self) -> None:
         rest(*(process for server in self._servers.values() for process in server.processes))
@@ -135,7 +139,7 @@ class Duel:
         return Conversation(self._servers[peer.name], body, document)
 
     def _compare_prompts(self, document: str) -> None:
-        """Make sure that both make the same prompt of a conversation; their first request, too."""
+        """Make sure that all make the same prompt of a conversation; their first request, too."""
         answers = [self._chat(peer, document).say(QUESTIONS[0], 1) for peer in self._peers]
         lengths = sorted({answer.prompt_tokens for answer in answers})
         _expect(len(lengths) == 1, f"one conversation became prompts of {lengths} tokens")
@@ -156,11 +160,13 @@ def main(
     llama_server: Annotated[Path, typer.Argument(help="The program of bench/build_llama_server.")],
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
     model: ModelPath = None,
-    flags: Annotated[str, typer.Option(help="Flags of llama-server beside the common.")] = FLAGS,
+    flags: Annotated[
+        list[str], typer.Option(help="Flags of a llama-server beside the common; may be repeated.")
+    ] = list(FLAGS),  # noqa: B006 - never changed
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are printed.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure both servers in one run; exit code 1 if a bar is missed."""
+    """Measure the servers in one run; exit code 1 if a bar is missed."""
     path, threads = prepare_model(model, cache_dir), ggml.default_threads()
     texts = Texts(path)
     with scratch_folder(cache_dir.expanduser(), "bench") as folder:
@@ -169,14 +175,14 @@ def main(
             options = ("--ctx-size", CONTEXT, "--threads", threads, "--flash-attn", "off")
             return serve(path, folder, folder / "anaphora.log", *options)
 
-        def start_theirs() -> Server:
+        def start_theirs(own: str) -> Server:
             common = ("-m", path, "--host", "127.0.0.1", "-t", threads, "-fa", "off")
-            command = (llama_server, *common, *shlex.split(flags))
+            command = (llama_server, *common, *shlex.split(own))
             return Server("llama-server", command, folder / "llama-server.log")
 
-        ours = Peer("anaphora", start_ours, {})
-        theirs = Peer("llama-server", start_theirs, {"cache_prompt": True})
-        with err.status("starting") as status, Duel(ours, theirs, texts) as duel:
+        peers = [Peer(OURS, start_ours, {})]
+        peers += [Peer(own, partial(start_theirs, own), {"cache_prompt": True}) for own in flags]
+        with err.status("starting") as status, Duel(peers, texts) as duel:
             for number in range(rounds):
                 status.update(f"round {number + 1} of {rounds}")
                 duel.round(number)
@@ -186,13 +192,18 @@ def main(
         raise typer.Exit(1)
 
 
-def _report(duel: Duel, path: Path, flags: str, rounds: int) -> Report:
-    def row(what: str, name: str, bar: float | None) -> Row:
-        ours, theirs = (duel.times[name, server] for server in ("anaphora", "llama-server"))
-        medians = (1e3 * statistics.median(ours), 1e3 * statistics.median(theirs))
-        return Row(what, medians, "ms", paired(ours, theirs), bar)
+def _report(duel: Duel, path: Path, flags: Sequence[str], rounds: int) -> Report:
+    names = (OURS, *flags)
 
-    ours, theirs = (duel.times["decode", server] for server in ("anaphora", "llama-server"))
+    def row(
+        what: str, name: str, bar: float | None, unit: str = "ms", *, at_least: bool = False
+    ) -> Row:
+        values = {peer: duel.times[name, peer] for peer in names}
+        medians = {peer: statistics.median(values[peer]) for peer in names}
+        best = (max if at_least else min)(flags, key=lambda peer: medians[peer])
+        shown = tuple(1e3 * medians[peer] if unit == "ms" else medians[peer] for peer in names)
+        return Row(what, shown, unit, paired(values[OURS], values[best]), bar, at_least)
+
     rows = (
         row(f"cold, {PROMPT} tokens", "cold", 1.05),
         row(f"hit, {PROMPT} + 20 tokens", "hit", None),
@@ -200,23 +211,17 @@ def _report(duel: Duel, path: Path, flags: str, rounds: int) -> Report:
         row(f"{SESSIONS} sessions, second turn", "turn 2", 1.0),
         row(f"{SESSIONS} sessions, third turn", "turn 3", 1.0),
         row("the same prompt after a restart", "restart", 0.06),
-        Row(
-            f"decode at {PROMPT}",
-            (statistics.median(ours), statistics.median(theirs)),
-            "tokens/s",
-            paired(ours, theirs),
-            0.97,
-            at_least=True,
-        ),
+        row(f"decode at {PROMPT}", "decode", 0.97, "tokens/s", at_least=True),
     )
     shares = {name: statistics.mean(values) for name, values in duel.cached.items()}
     return Report(
-        f"{path.name}, flash attention off, llama-server {flags}, medians of {rounds}",
-        ("anaphora", "llama-server"),
+        f"{path.name}, flash attention off, medians of {rounds}",
+        (OURS, *(f"llama-server {own}" for own in flags)),
         "ratio",
         rows,
         (
-            "times to the first token; a ratio is the median of those within each round",
+            "times to the first token; a ratio is the median of those within each round, to the "
+            "llama-server that is best in that row",
             "cached of the later turns' prompts: "
             + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()),
             "the floor of a hit after a restart is a hit in the same process",

@@ -6,13 +6,14 @@ Usage: ``python bench/load.py``, or with ``--engine process --kill``. See docs/b
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,9 @@ PARALLEL = 8
 CONTEXT = 2048
 BATCHES = 4
 """The first one is the warm-up: what comes later is compared with its end."""
-SYSTEMS = 10
+SYSTEMS, TEXTS = 10, 100
+"""How many different ones there are. The server remembers the tokens of long texts up to a budget;
+that, too, must not grow after the warm-up."""
 STALL_SECONDS = 10.0
 GROWTH = 1.05
 BACK_SECONDS = 10.0
@@ -197,6 +200,9 @@ class Run:
         self._systems = [
             texts.document(self._random.randint(200, 500), f"System {n}.") for n in range(SYSTEMS)
         ]
+        self._long = [
+            texts.document(self._random.randint(20, 1000), f"Text {n}.") for n in range(TEXTS)
+        ]
         self._count = 0
         self.samples: list[Sample] = []
         self.back: float | None = None
@@ -206,6 +212,7 @@ class Run:
         """Send so many requests, wait until the server is at rest, and look at it."""
         tasks = [self._task() for _ in range(count)]
         asyncio.run(self._work(tasks, kill))
+        gc.collect()  # closes connections whose making was broken off
         rest(*self._server.processes)
         processes = self._server.processes
         self.samples.append(
@@ -278,9 +285,11 @@ class Run:
         chance = self._random
         self._count += 1
         (leave,) = chance.choices(list(MIX), list(MIX.values()))
-        text = self._texts.document(chance.randint(20, 1000), f"Request {self._count}.")
         stream = leave != "unstreamed" and not (leave == "never" and chance.random() < 1 / 3)
-        body = self._body(chance.choice(self._systems), text, chance.randint(1, 64), stream=stream)
+        system, text = chance.choice(self._systems), chance.choice(self._long)
+        # Behind the system message no two prompts are the same.
+        body = self._body(system, f"Request {self._count}.", chance.randint(1, 64), stream=stream)
+        body["messages"].append({"role": "user", "content": text})
         longest = {"at once": 0.01, "unstreamed": 5.0}.get(leave)
         patience = None if longest is None else chance.uniform(0, longest)
         return Task(body, leave, patience, chance.randint(1, 8))
@@ -297,14 +306,14 @@ class Run:
         }
 
     def _metrics(self) -> dict[str, float]:
+        """Sums over all labels."""
         with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=60) as response:
             families = text_string_to_metric_families(response.read().decode())
-        return {
-            sample.name: sample.value
-            for family in families
-            for sample in family.samples
-            if not sample.labels
-        }
+        sums: defaultdict[str, float] = defaultdict(float)
+        for family in families:
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+        return dict(sums)
 
 
 def tiny_model(folder: Path) -> Path:
@@ -388,7 +397,7 @@ def _report(
             tuple(sample.threads for sample in samples),
             "",
             last.threads - first.threads,
-            0,
+            None if kill else 0,
         ),
         once("longest time without anything for anybody", seen.silence, "s", STALL_SECONDS),
         once("longest pause within an answer", seen.pause, "s", STALL_SECONDS),
