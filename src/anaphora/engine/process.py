@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from anaphora.cache.store import CacheStats
@@ -25,6 +24,7 @@ from anaphora.engine.protocol import Done, EngineInfo, Event, Failed, Request, T
 from anaphora.engine.worker import (
     AskStats,
     Cancel,
+    Channel,
     Close,
     FromWorker,
     Load,
@@ -160,9 +160,10 @@ class ProcessHost:
             reader.start()
             self._put_to_work(worker)
             reader.join()
+            with self._lock:
+                self._worker = None  # nothing is sent to it any more
             died = worker.death()
             with self._lock:
-                self._worker = None
                 if self._closing.is_set():
                     self._problem = EngineError("the engine is closed")
                 lost = self._listeners.keys() - {request.id for request in self._waiting}
@@ -252,7 +253,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._connection = Connection(ours.detach())
+        self._channel = Channel(ours.detach())
         level = logging.getLogger("anaphora").getEffectiveLevel()
         self.send(Load(path, settings, level))
 
@@ -270,19 +271,19 @@ class _Worker:
     def send(self, message: ToWorker) -> None:
         """Whether it arrives is seen by what comes back, or by the end."""
         with suppress(OSError):
-            self._connection.send(message)
+            self._channel.send(message)
 
     def receive(self) -> FromWorker | None:
         """The next message; ``None``: there will be no more."""
         try:
-            message: FromWorker = self._connection.recv()
+            message: FromWorker = self._channel.receive()
         except (EOFError, OSError):
             return None
         return message
 
     def death(self) -> str:
         """Wait for the end, and say what it was."""
-        self._connection.close()
+        self._channel.close()
         code = self._process.wait()
         if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
@@ -291,4 +292,4 @@ class _Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._connection.close()
+        self._channel.close()
