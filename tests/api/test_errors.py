@@ -215,7 +215,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         assert error["type"] == "not_found_error"
     assert_anthropic(http.get("/v1/nothing", headers={"anthropic-version": "2023-06-01"}), 404)
     for path, usual in USUAL.items():
-        for method in ("GET", "PUT", "PATCH", "DELETE", "WIZARD"):
+        for method in ("GET", "PUT", "PATCH", "DELETE", "PROPFIND"):
             response = http.request(method, path)
             assert_error(path, response, 405)
             assert response.headers["allow"] == "POST"
