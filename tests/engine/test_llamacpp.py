@@ -537,7 +537,7 @@ class TestManyAtOnce:
         driver = open_driver(parallel=2)
         ends = dict.fromkeys(driver.engine.vocabulary.end_of_generation, -1e9)
         endless = Sampling(temperature=0.0, logit_bias=ends)
-        busy = driver.submit(tokens[3000:3050], 1000, sampling=endless)
+        busy = driver.submit(tokens[2900:2950], 1000, sampling=endless)
         for number in range(6):
             driver.run([*tokens[:1536], *tokens[2000 + number :][:10]], 2)
         assert not busy.ended
@@ -688,7 +688,7 @@ class TestBackground:
         results = [driver.submit(tokens[700 * i : 700 * i + 700], 4) for i in range(4)]
         driver.wait(*results)
         files = list((tmp_path / "cache").glob("*/blocks/*/*"))
-        assert 1 <= len(files) <= 3
+        assert 1 <= len(files) < 12  # of all blocks, not the last request's
 
     def test_background_requests_do_not_pile_up(self, open_driver: Open, tokens: Tokens) -> None:
         driver = open_driver()

@@ -156,7 +156,7 @@ class LlamaEngine:
         """Nothing has changed since everything was written."""
         self._finished = False
         """A request has ended since something was last written."""
-        self._saved_at = 0.0
+        self._saved_at = time.perf_counter()
         self._unsaved: list[tuple[LiveSequence, BlockId]] | None = None
         """What idle time has yet to export; ``None``: to be looked up."""
 
