@@ -88,6 +88,7 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, server.handle_exit)
             try:
+                self._socket.listen()  # uvloop would not tell that another server does already
                 server.run(sockets=[self._socket])
             except OSError as error:
                 raise _address_error(self._config.host, self._config.port, error) from error
