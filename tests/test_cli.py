@@ -38,7 +38,17 @@ def filled(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version_and_help() -> None:
     assert run("--version").stdout.strip() == f"anaphora {__version__}"
     shown = run("--help").stdout
-    for command in ("serve", "chat", "selftest", "keys", "demo", "bench", "cache"):
+    for command in (
+        "serve",
+        "chat",
+        "selftest",
+        "keys",
+        "usage",
+        "explain",
+        "demo",
+        "bench",
+        "cache",
+    ):
         assert command in shown
 
 
@@ -309,7 +319,7 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
         ("laptop", "acme"),
         ("phone", "phone"),
     ]
-    members = {"name", "tenant", "operator", "shared", "created"}
+    members = {"name", "tenant", "operator", "profile", "shared", "created"}
     assert all(record.keys() == members for record in names)
     again = run("keys", "add", "laptop", *file)
     assert (again.returncode, len(again.stderr.strip().splitlines())) == (1, 1)
@@ -323,7 +333,9 @@ def test_operators_and_namespaces_are_given_and_listed(tmp_path: Path) -> None:
     file = ("--keys-file", tmp_path / "keys.json")
     made = json.loads(run("keys", "add", "root", "--operator", "--json", *file).stdout)
     assert made["operator"] is True
-    run("keys", "add", "laptop", "--tenant", "acme", *file)
+    laptop = ("keys", "add", "laptop", "--tenant", "acme", "--profile")
+    assert run(*laptop, "google", *file).returncode == 1
+    assert run(*laptop, "anthropic", *file).returncode == 0
     shared = run("keys", "share", "acme", "house", *file)
     assert (shared.returncode, len(shared.stdout.splitlines())) == (0, 1)
     listed = json.loads(run("keys", "ls", "--json", *file).stdout)
@@ -331,7 +343,8 @@ def test_operators_and_namespaces_are_given_and_listed(tmp_path: Path) -> None:
     assert found == [("root", True, None), ("laptop", False, "house")]
     shown = [line.split() for line in run("keys", "ls", *file).stdout.splitlines()]
     assert any(row[:3] == ["root", "root", "yes"] for row in shown)
-    assert any(row[:3] == ["laptop", "acme", "house"] for row in shown)
+    assert any(row[:4] == ["laptop", "acme", "anthropic", "house"] for row in shown)
+    assert [record["profile"] for record in listed] == [None, "anthropic"]
     for arguments in (("share", "laptop", "house"), ("share", "acme", "a b"), ("unshare", "root")):
         refused = run("keys", *arguments, *file)
         assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (1, 1)

@@ -11,6 +11,8 @@ import pytest
 
 from anaphora.config import FIELDS, Config, load_config, spelled, variable
 from anaphora.errors import ConfigError, SettingsError
+from anaphora.profiles import Anthropic, OpenAI
+from anaphora.prompt.conversation import Conversation
 from anaphora.settings import Adapter, Settings
 
 GOOD: dict[str, tuple[str, object, object]] = {
@@ -20,6 +22,12 @@ GOOD: dict[str, tuple[str, object, object]] = {
     "alias": ("mine", "mine", "mine"),
     "api_key": ("one,two", ["one", "two"], ("one", "two")),
     "keys_file": ("/k.json", "/k.json", Path("/k.json")),
+    "profile": ("openai", "openai", "openai"),
+    "rules": (
+        "anthropic.minimum=512,anthropic.lifetimes.5m=600,openai.rounding=128",
+        {"anthropic": {"minimum": 512, "lifetimes": {"5m": 600}}, "openai": {"rounding": 128}},
+        (Anthropic(minimum=512, lifetimes={"5m": 600}), OpenAI(rounding=128)),
+    ),
     "ctx_size": ("4096", 4096, 4096),
     "swap_model": ("a.gguf,b=c.gguf", ["a.gguf", "b=c.gguf"], ("a.gguf", "b=c.gguf")),
     "engine": ("thread", "thread", "thread"),
@@ -44,6 +52,13 @@ GOOD: dict[str, tuple[str, object, object]] = {
     "disk_budget": ("0", 0, 0),
     "block_size": ("128", 128, 128),
     "exact": ("true", True, True),
+    "store_days": ("0", 0, 0),
+    "store_budget": ("2GiB", "2GiB", 2 << 30),
+    "volatile": ("off", "off", "off"),
+    "usage_file": ("/u.db", "/u.db", Path("/u.db")),
+    "usage_days": ("30", 30, 30),
+    "prices": ("/p.toml", "/p.toml", Path("/p.toml")),
+    "explain_memory": ("0", 0, 0),
     "queue_size": ("0", 0, 0),
     "max_body": ("1MB", "1MB", 1_000_000),
     "strict_model": ("yes", True, True),
@@ -173,6 +188,14 @@ BAD: dict[str, list[object]] = {
     "api_key": [5, [5], "a,,b"],
     "adapter": ["", 5, [5], ":2", "a.gguf:nan", "a.gguf:inf", "a,,b"],
     "llama": ["", 5, [5], "n_batch", "=1", "n_batch=", "n_batch=1,n_batch=2"],
+    "profile": ["", "google", 5, []],
+    "rules": [
+        *("", 5, "minimum=1", "google.minimum=1", "anthropic.maximum=1", "anthropic.minimum=0"),
+        *("anthropic.minimum=x", "anthropic=1", "anthropic.lifetimes=5", "local.lifetimes.5m=0"),
+        *("local.lifetimes.5w=1", "anthropic.minimum=1,anthropic.minimum=2"),
+        *("anthropic.minimum.x=1,anthropic.minimum=1", "anthropic.minimum=1,anthropic.minimum.x=1"),
+        *({"anthropic": 5}, {"anthropic": {"minimum": "x"}}, {"x": {}}),
+    ],
 }
 
 
@@ -263,3 +286,30 @@ def test_every_setting_is_told_as_the_option_it_is() -> None:
 def test_every_option_is_explained() -> None:
     for item in FIELDS.values():
         assert item.metadata["option"].help.endswith(".")
+
+
+def test_rules_for_volatile_text_stand_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "anaphora.toml"
+    file.write_text('[[volatile]]\nname = "clock"\npattern = "Time [0-9:]+"\n')
+    texts = ("x-anthropic-billing-header: 1", "Time 12:34")
+    system = ({"role": "system", "content": text} for text in texts)
+    conversation = Conversation.parse([*system, {"role": "user", "content": "Hi"}])
+    built_in = ("x-anthropic-billing-header",)
+    for given, names in (
+        ({}, (*built_in, "clock")),
+        ({"volatile": "on"}, built_in),
+        ({"volatile": "off"}, ()),
+    ):
+        rules = load_config(given, {}, file).volatile_rules
+        assert rules.apply(conversation).rules == names
+    for wrong, told in (
+        ('[[volatile]]\nname = "a"', "no pattern"),
+        ("volatile = 1", "use on, off"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=told):
+            load_config({}, {}, file)
+
+
+def test_the_usage_file_can_be_switched_off() -> None:
+    assert load_config({"usage_file": "off"}, {}).usage_file == "off"

@@ -6,10 +6,13 @@ import ast
 import json
 import math
 import re
+import sqlite3
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from contextlib import closing
+from dataclasses import MISSING, fields, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +25,40 @@ from anaphora import Found, Sampling, Settings, Times, Usage, errors
 from anaphora.cache.format import Header, Seals
 from anaphora.cache.keys import Segment, link
 from anaphora.cli import app
+from anaphora.cli.explain import rendered
 from anaphora.config import FIELDS, load_config, spelled, variable
+from anaphora.diagnose.difference import shared
+from anaphora.diagnose.explain import CAUSES, explain
+from anaphora.diagnose.prompts import Decision
 from anaphora.engine.llamacpp.params import PASS_THROUGH, build
+from anaphora.profiles import Anthropic, Local, OpenAI, Profile
+from anaphora.prompt.conversation import Conversation, Message, TextPart
+from anaphora.prompt.volatile import Rule, VolatileRules
+from anaphora.usage.ledger import Ledger
+from anaphora.usage.prices import PriceTable, presets
+from anaphora.usage.record import Cost, TokenCounts
+from tests.diagnose.support import FILLER, SYSTEM, VOCAB, remembered
 from tests.test_serve import Start, start  # noqa: F401 - a fixture
+from tests.usage.records import RECORD
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, LIBRARY, CACHE = ROOT / "README.md", ROOT / "docs/library.md", ROOT / "docs/cache.md"
-SERVER = ROOT / "docs/server.md"
+SERVER, USAGE = ROOT / "docs/server.md", ROOT / "docs/usage.md"
+EXPLAIN, CACHING = ROOT / "docs/explain.md", ROOT / "docs/caching.md"
 DESCRIBED = {
-    "anaphora serve": "Options",
-    "anaphora chat": "`anaphora chat`",
-    "anaphora selftest": "`anaphora selftest`",
-    "anaphora keys add": "Users and keys",
-    "anaphora keys ls": "Users and keys",
-    "anaphora keys revoke": "Users and keys",
-    "anaphora keys share": "Users and keys",
-    "anaphora keys unshare": "Users and keys",
+    "anaphora serve": (SERVER, "Options"),
+    "anaphora chat": (SERVER, "`anaphora chat`"),
+    "anaphora selftest": (SERVER, "`anaphora selftest`"),
+    "anaphora keys add": (SERVER, "Users and keys"),
+    "anaphora keys ls": (SERVER, "Users and keys"),
+    "anaphora keys revoke": (SERVER, "Users and keys"),
+    "anaphora keys share": (SERVER, "Users and keys"),
+    "anaphora keys unshare": (SERVER, "Users and keys"),
+    "anaphora usage": (USAGE, "`anaphora usage`"),
+    "anaphora explain": (EXPLAIN, "`anaphora explain`"),
 }
-"""Sections of the server's page that explain a command; the README explains the others."""
+"""Where a command is explained; the README explains the others."""
 
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OPTION = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w…-])")
@@ -87,9 +105,21 @@ def test_the_code_of_the_library_page_runs() -> None:
     run(LIBRARY)
 
 
+@pytest.mark.model
+@pytest.mark.usefixtures("at_home")
+def test_the_second_question_of_the_caching_page_reads_what_the_first_wrote(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(CACHING)
+    first, second = (line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert first[0] == "0"
+    assert first[1].startswith(f"{{'5m': {second[0]}}}")
+    assert second[1].startswith("{} ")
+
+
 def test_no_page_has_code_that_is_not_run() -> None:
     found = {page for page in PAGES if _PYTHON.search(page.read_text())}
-    assert found == {README, LIBRARY, SERVER}
+    assert found == {README, LIBRARY, SERVER, CACHING}
 
 
 def test_a_server_is_as_the_server_page_says(
@@ -141,6 +171,22 @@ def test_every_figure_is_explained(title: str, kind: type[Any]) -> None:
     assert rows.keys() == {f.name for f in fields(kind)}
     if kind is Usage:
         assert all(f"`{f.name}`" in rows["found"] for f in fields(Found))
+
+
+@pytest.mark.parametrize("profile", [Local(), Anthropic(), OpenAI()], ids=lambda p: p.name)
+def test_every_setting_of_a_profile_is_there_with_its_default(profile: Profile) -> None:
+    text = section(CACHING, f"`{profile.name}`").split("| setting |")[1]
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| .+ \|$", text, re.MULTILINE)
+    described = {name: ast.literal_eval(default) for name, default in rows}
+    assert described == {f.name: getattr(profile, f.name) for f in fields(profile)}
+
+
+def test_every_test_that_holds_a_rule_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", CACHING.read_text()))
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {name for f in files for name in re.findall(r"def (test_\w+)\(", f.read_text())}
+    assert named
+    assert named <= found
 
 
 def test_every_error_is_explained_once() -> None:
@@ -199,7 +245,7 @@ def test_every_command_is_in_the_readme_and_every_option_where_it_is_explained()
     readme = README.read_text()
     for name, command in commands(typer.main.get_command(app)):
         assert f"`{name}`" in readme
-        text = section(SERVER, DESCRIBED[name]) if name in DESCRIBED else readme
+        text = section(*DESCRIBED[name]) if name in DESCRIBED else readme
         options = {p.opts[0] for p in command.params if p.param_type_name == "option"}
         assert options - set(_OPTION.findall(text)) == set(), name
 
@@ -209,20 +255,22 @@ def test_no_option_is_explained_that_there_is_not() -> None:
     every |= {"--no-binary", "--no-cache-dir"}  # pip's
     for _, command in commands(typer.main.get_command(app)):
         every.update(*((*p.opts, *p.secondary_opts) for p in command.params))
-    for page in README, SERVER:
+    for page in README, SERVER, USAGE, EXPLAIN:
         assert set(_OPTION.findall(page.read_text())) <= every
 
 
-@pytest.mark.parametrize("name", ["anaphora chat", "anaphora selftest"])
+@pytest.mark.parametrize(
+    "name", ["anaphora chat", "anaphora selftest", "anaphora usage", "anaphora explain"]
+)
 def test_these_commands_explain_their_own_options_only(name: str) -> None:
     command = dict(commands(typer.main.get_command(app)))[name]
     every = {p.opts[0] for p in command.params}
-    assert set(_OPTION.findall(section(SERVER, DESCRIBED[name]))) <= every
+    assert set(_OPTION.findall(section(*DESCRIBED[name]))) <= every
 
 
 def test_every_own_option_of_chat_is_there_with_its_default() -> None:
     command = dict(commands(typer.main.get_command(app)))["anaphora chat"]
-    text = section(SERVER, DESCRIBED["anaphora chat"])
+    text = section(*DESCRIBED["anaphora chat"])
     described = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) ?\|", text, re.MULTILINE))
     own = {p.opts[0][2:]: p.default for p in command.params if p.name not in FIELDS}
     del own["config"]
@@ -253,6 +301,64 @@ def test_the_header_of_a_block_file_is_as_described() -> None:
         *(b"".join(number(token, 4) for token in (7, -1, 9)), data[-32:]),
     ]
     assert len(seals.page(header)) == 4096
+
+
+def test_every_column_of_the_ledger_is_explained(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "usage.db")
+    ledger.add(RECORD)
+    ledger.close()
+    with closing(sqlite3.connect(tmp_path / "usage.db")) as database:
+        columns = [name for _, name, *_ in database.execute("PRAGMA table_info(requests)")]
+    named = [name for first, *_ in rows(USAGE, "column") for name in re.findall(r"`(.*?)`", first)]
+    assert sorted(named) == sorted(columns)
+
+
+def test_every_preset_is_there_with_its_prices() -> None:
+    described = {row[0].strip("`"): row[1:] for row in rows(USAGE, "preset")}
+    assert described.keys() == presets().keys()
+    for name, (as_of, *amounts) in described.items():
+        preset = presets()[name]
+        price = preset.bands[-1][1]
+        expected = [price.input, price.read, price.write, *price.writes.values(), price.output]
+        assert as_of == str(preset.as_of)
+        figures = [re.sub(r"\d+h ", "", amount).split("; ") for amount in amounts]
+        assert [Decimal(figure) for cell in figures for figure in cell] == expected, name
+
+
+def test_the_prices_of_the_usage_page_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text(code(USAGE, "toml"))
+    cost = PriceTable.load(file).cost("acme", "small", TokenCounts(10**6))
+    assert cost == Cost(200_000_000, 200_000_000, "EUR")
+
+
+def test_every_cause_of_a_miss_is_explained() -> None:
+    named = [name for first, *_ in rows(EXPLAIN, "cause") for name in re.findall(r"`(.*?)`", first)]
+    assert sorted(named) == sorted(CAUSES)
+
+
+def test_an_explanation_looks_as_it_is_shown() -> None:
+    earlier, now = (
+        remembered([(SYSTEM, f"You are kind. Time {clock}. {FILLER * 9}")], request_id, time=time)
+        for request_id, clock, time in (
+            ("chatcmpl-81aa", "12:34:56", 0.0),
+            ("chatcmpl-4f0c", "12:35:59", 63.2),
+        )
+    )
+    now = replace(now, decision=Decision(shared(earlier.tokens, now.tokens)))
+    shown = rendered(explain(now, [earlier], VOCAB)).plain
+    assert shown == code(EXPLAIN, "text").rstrip("\n")
+
+
+def test_the_rules_of_the_explain_page_can_be_read() -> None:
+    data = tomllib.loads(code(EXPLAIN, "toml"))["volatile"]
+    system = Message("system", (TextPart("Time 12:34:56. Session ID: 0d1e2-f. Be kind."),))
+    conversation = Conversation((system, Message("user", (TextPart("Hi"),))))
+    applied = VolatileRules.parse(data).apply(conversation)
+    assert applied.rules == ("clock", "session")
+    assert applied.conversation.messages[0].text == "Session id: (left out). Be kind."
+    members = {name for name, _ in table(EXPLAIN, "member")}
+    assert members == {f.name for f in fields(Rule)}
 
 
 def anchors(page: Path) -> set[str]:

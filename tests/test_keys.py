@@ -197,11 +197,24 @@ def test_an_operators_key_says_so(path: Path) -> None:
     assert checked(path, ours).segments() == checked(path, theirs).segments(), "one tenant"
 
 
+def test_a_key_may_have_a_profile_of_its_own(path: Path) -> None:
+    file = KeyFile(path)
+    keys = [file.add("one", "acme", profile="anthropic"), file.add("two", "acme")]
+    assert [record.profile for record in file.records()] == ["anthropic", None]
+    assert [checked(path, key).profile for key in keys] == ["anthropic", None]
+    with pytest.raises(KeysError, match="use local, anthropic, openai"):
+        file.add("three", profile="google")
+    path.write_text(path.read_text().replace('"anthropic"', '"google"'))
+    with pytest.raises(KeysError, match="damaged"):
+        file.records()
+
+
 def test_a_file_from_before_there_were_operators_and_namespaces_is_read(path: Path) -> None:
     key = KeyFile(path).add("laptop")
     data = json.loads(path.read_text())
     del data["shared"]
     del data["keys"][0]["operator"]
+    del data["keys"][0]["profile"]
     path.write_text(json.dumps(data))
     assert not checked(path, key).operator
     assert checked(path, key).shared is None

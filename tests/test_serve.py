@@ -102,6 +102,36 @@ def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
             process.stdout.close()
 
 
+def test_the_ledger_is_whole_when_the_server_has_stopped(start: Start, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[[price]]\ninput = 2\noutput = 8\n")
+    served = start("--prices", prices, "--explain-memory", "0")
+    answer = served.ask().json()
+    explained = httpx.get(f"{served.url}/v1/cache/explain/{answer['id']}")
+    assert explained.status_code == 404, "nothing is remembered"
+    assert served.stop() == 0
+    shown = run("usage", "--cache-dir", tmp_path / "cache", "--json")
+    (total,) = json.loads(shown.stdout)["totals"]
+    assert total["requests"] == 1
+    assert total["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert float(total["cost"]) > 0
+
+
+def test_without_a_usage_file_nothing_is_written_down(start: Start, tmp_path: Path) -> None:
+    served = start("--usage-file", "off")
+    assert served.ask().status_code == 200
+    assert served.stop() == 0
+    assert list((tmp_path / "cache").glob("usage*")) == []
+
+
+def test_prices_that_mean_nothing_prevent_the_start(tmp_path: Path, tiny_llama: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[[price]]\ninput = 2\n")
+    shown = run("serve", tiny_llama, "--prices", prices, "--keys-file", tmp_path / "keys.json")
+    assert shown.returncode == 1
+    assert "output is missing" in shown.stderr
+
+
 def test_it_says_what_it_serves_and_how_to_try_it(start: Start) -> None:
     served = start("--ctx-size", 2048, "--parallel", 2)
     for text in ("tiny-llama (attention)", "2,048 tokens, 2 at a time", "64.0 MiB", "1.0 GiB in"):
@@ -433,3 +463,24 @@ def test_killed_with_its_engine_it_starts_again_with_what_was_written(
 def cached(response: httpx.Response) -> int:
     tokens: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
+
+
+def test_case_26_stored_responses_survive_a_killed_server(start: Start, tmp_path: Path) -> None:
+    def respond(served: Served, **more: object) -> httpx.Response:
+        body = {"input": "Remember: teal.", "max_output_tokens": 4, "temperature": 0, **more}
+        return httpx.post(f"{served.url}/v1/responses", json=body, timeout=60)
+
+    served = start()
+    first = respond(served).json()
+    assert first["store"] is True
+    served.process.kill()
+    served.process.wait()
+    file = tmp_path / "cache" / "responses.db"
+    assert file.stat().st_mode & 0o777 == 0o600
+    served = start()
+    following = respond(served, previous_response_id=first["id"]).json()
+    assert following["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert served.stop() == 0
+    served = start("--store-days", 0)
+    assert respond(served).json()["store"] is False
+    assert respond(served, previous_response_id=first["id"]).status_code == 400

@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anaphora.errors import ConfigError, SettingsError
 from anaphora.keys import DEFAULT_KEYS_FILE
+from anaphora.profiles import DEFAULT_PROFILE, PROFILES, Profile
+from anaphora.prompt.volatile import VolatileRules
 from anaphora.settings import (
     DEFAULT_CACHE_DIR,
     Adapter,
@@ -121,6 +123,19 @@ def _size(value: object) -> int:
     return int(size)
 
 
+def _path_or_off(value: object) -> Path | Literal["off"]:
+    return "off" if value == "off" else _path(value)
+
+
+def _volatile(value: object) -> Literal["on", "off"] | VolatileRules:
+    """``on``, ``off``, or the tables of a file. Raises :class:`ConfigError` for wrong rules."""
+    if isinstance(value, list):
+        return VolatileRules.parse(value)
+    if value == "on" or value == "off":
+        return value
+    raise ValueError("use on, off, or [[volatile]] tables in the configuration file")
+
+
 def _adapters(value: object) -> tuple[Adapter, ...]:
     """``PATH`` or ``PATH:SCALE``, several as :func:`_texts` takes them."""
     adapters = []
@@ -151,6 +166,36 @@ def _parameters(value: object) -> tuple[tuple[str, object], ...]:
             raise ValueError(f"use {name} once")
         found[name] = _plain(written)
     return tuple(found.items())
+
+
+def _rules(value: object) -> tuple[Profile, ...]:
+    """Profiles with other settings: TOML tables by name, or texts ``PROFILE.NAME=VALUE``, and
+    ``PROFILE.lifetimes.NAME=SECONDS``, as :func:`_parameters` takes them."""
+    tables: dict[str, Any] = {}
+    for name, item in _parameters(value):
+        *path, last = name.split(".")
+        table = tables
+        for step in path:
+            table = table.setdefault(step, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"use {step} once")
+        if last in table:
+            raise ValueError(f"use {name} once")
+        table[last] = dict(item) if isinstance(item, Mapping) else item
+    changed = []
+    for name, settings in tables.items():
+        if name not in PROFILES or not isinstance(settings, dict):
+            raise ValueError(f"use PROFILE.NAME=VALUE, with {', '.join(PROFILES)} as PROFILE")
+        known = [item.name for item in fields(PROFILES[name])]
+        if not set(settings) <= set(known):
+            raise ValueError(f"use {', '.join(known)} of {name}")
+        if not isinstance(settings.get("lifetimes", {}), dict):
+            raise ValueError(f"use {name}.lifetimes.NAME=SECONDS")
+        try:
+            changed.append(type(PROFILES[name])(**settings))
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+    return tuple(changed)
 
 
 def _plain(text: str) -> object:
@@ -202,6 +247,19 @@ class Config:
         DEFAULT_KEYS_FILE, _path, "File of the keys made by 'anaphora keys'.", "FILE"
     )
 
+    profile: str = _option(
+        DEFAULT_PROFILE.name,
+        _choice(*PROFILES),
+        f"Whose caching rules count: {', '.join(PROFILES)}. A key may have its own.",
+        "NAME",
+    )
+    rules: tuple[Profile, ...] = _option(
+        (),
+        _rules,
+        "A setting of a profile, such as anthropic.minimum=512; may be repeated.",
+        "PROFILE.NAME=VALUE",
+    )
+
     ctx_size: int | None = _option(
         None, _integer(64), "Tokens one request can hold. Default: the model's own.", "TOKENS"
     )
@@ -246,6 +304,33 @@ class Config:
         False, _switch, "One request at a time, and a hit equals a cold run bit for bit."
     )
 
+    store_days: int = _option(
+        30, _integer(0, 36500), "How long stored responses can be had; 0: none are stored.", "DAYS"
+    )
+    store_budget: int = _option(1 << 30, _size, "Disk for stored responses.", "SIZE")
+    volatile: Literal["on", "off"] | VolatileRules = _option(
+        "on",
+        _volatile,
+        "Whether rules take volatile text out of prompts: on, off. Rules of one's own are for the "
+        "configuration file.",
+        "WHEN",
+    )
+    usage_file: Path | Literal["off"] | None = _option(
+        None,
+        _path_or_off,
+        "File that gets a row for every request, or off. Default: usage.db in the cache dir.",
+        "FILE",
+    )
+    usage_days: int | None = _option(
+        None, _integer(1, 36500), "How long its rows are kept. Default: for ever.", "DAYS"
+    )
+    prices: Path | None = _option(
+        None, _path, "A TOML file with prices, by which requests get a cost.", "FILE"
+    )
+    explain_memory: int = _option(
+        64 << 20, _size, "Memory for prompts that misses are explained with; 0: none.", "SIZE"
+    )
+
     queue_size: int = _option(256, _integer(0), "Requests that may wait for a place.", "N")
     max_body: int = _option(32 << 20, _size, "Largest body of a request.", "SIZE")
     strict_model: bool = _option(False, _switch, "Refuse model names other than the true one.")
@@ -264,6 +349,21 @@ class Config:
 
     places: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """What the options that were given are called where they were, by field name."""
+
+    @property
+    def profiles(self) -> Mapping[str, Profile]:
+        """The profiles by name, with their settings."""
+        return {**PROFILES, **{profile.name: profile for profile in self.rules}}
+
+    @property
+    def volatile_rules(self) -> VolatileRules:
+        """The rules in force."""
+        match self.volatile:
+            case "on":
+                return VolatileRules()
+            case "off":
+                return VolatileRules(built_in=())
+        return self.volatile
 
     def settings(self) -> Settings:
         """The settings of the model and its cache.

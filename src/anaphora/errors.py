@@ -84,6 +84,14 @@ class AddressError(AnaphoraError):
     """The server cannot listen where it was told to."""
 
 
+class UsageError(AnaphoraError):
+    """The file with the usage of requests is not there, or cannot be read."""
+
+
+class ExplainError(AnaphoraError):
+    """A server cannot be asked about a request, or does not remember it."""
+
+
 class OverloadedError(AnaphoraError):
     """So many requests wait that another one is refused."""
 

@@ -26,6 +26,7 @@ from blake3 import blake3
 from anaphora.cache.keys import Segment
 from anaphora.clock import Clock, SystemClock
 from anaphora.errors import KeysError
+from anaphora.profiles import PROFILES
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Tenant:
     """The namespace it shares the beginnings of its prompts in."""
     operator: bool = False
     """Whether the key is one of those who run the server, and may see what concerns all tenants."""
+    profile: str | None = None
+    """Name of the profile whose rules count for the key's requests; ``None``: the server's."""
 
     def segments(self, shared: int = 0) -> tuple[Segment, ...]:
         """How to divide a prompt whose first ``shared`` tokens may be shared: the rest is its own.
@@ -74,6 +77,8 @@ class KeyRecord:
     created: float
     """Seconds since the Unix epoch."""
     operator: bool = False
+    profile: str | None = None
+    """Of the requests with this key; ``None``: the server's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +107,18 @@ class KeyFile:
         contents = _read(self.path)
         return contents.shared if contents else {}
 
-    def add(self, name: str, tenant: str | None = None, *, operator: bool = False) -> str:
+    def add(
+        self,
+        name: str,
+        tenant: str | None = None,
+        *,
+        operator: bool = False,
+        profile: str | None = None,
+    ) -> str:
         """Make a key and return it; it cannot be had again.
 
-        Without ``tenant`` the key gets a tenant of its own, called like the key.
+        Without ``tenant`` the key gets a tenant of its own, called like the key, and without
+        ``profile`` that of the server.
         Raises :class:`~anaphora.errors.KeysError`, also where the name is taken.
         """
         tenant = name if tenant is None else tenant
@@ -115,6 +128,8 @@ class KeyFile:
             raise KeysError(
                 f"a tenant cannot be called {tenant!r}: that is everybody where there are no keys"
             )
+        if profile is not None and profile not in PROFILES:
+            raise KeysError(f"there is no profile {profile!r}: use {', '.join(PROFILES)}")
         key = _PREFIX + secrets.token_urlsafe(32)
         with self._changing() as contents:
             if any(record.name == name for record in contents.records):
@@ -122,7 +137,7 @@ class KeyFile:
                     f"there is a key called {name} already: choose another name, or revoke it first"
                 )
             digest = _key_digest(contents.secret, key).hex()
-            record = KeyRecord(name, tenant, digest, self._clock.now(), operator)
+            record = KeyRecord(name, tenant, digest, self._clock.now(), operator, profile)
             self._write(replace(contents, records=(*contents.records, record)))
         return key
 
@@ -277,7 +292,9 @@ class Keys:
         given = _tenant(contents, _GIVEN_TENANT, operator=True)
         self._tenants = [(_key_digest(contents.secret, key), given) for key in self._given]
         for record in contents.records:
-            tenant = _tenant(contents, record.tenant, operator=record.operator)
+            tenant = _tenant(
+                contents, record.tenant, operator=record.operator, profile=record.profile
+            )
             self._tenants.append((bytes.fromhex(record.digest), tenant))
 
 
@@ -291,12 +308,14 @@ def namespace_salt(secret: bytes, namespace: str) -> bytes:
     return _digest(secret, b"anaphora namespace 1", namespace.encode())
 
 
-def _tenant(contents: _Contents, name: str, *, operator: bool) -> Tenant:
+def _tenant(
+    contents: _Contents, name: str, *, operator: bool, profile: str | None = None
+) -> Tenant:
     shared = None
     if namespace := contents.shared.get(name):
         # No tenant can have this owner's name, so promises to the two are never mixed up either.
         shared = Segment(f"shared:{namespace}", namespace_salt(contents.secret, namespace))
-    return Tenant(name, tenant_salt(contents.secret, name), shared, operator)
+    return Tenant(name, tenant_salt(contents.secret, name), shared, operator, profile)
 
 
 def _check_name(what: str, text: str) -> None:
@@ -335,6 +354,8 @@ def _read(path: Path) -> _Contents | None:
         if not all(_NAME.fullmatch(text) for pair in (names, *shared.items()) for text in pair):
             raise ValueError
         if not all(isinstance(record.operator, bool) for record in records):
+            raise ValueError
+        if not {record.profile for record in records} <= {None, *PROFILES}:
             raise ValueError
     except FileNotFoundError:
         return None

@@ -8,19 +8,25 @@ import ipaddress
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 
 from anaphora.api.app import create_app
+from anaphora.api.books import Books
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
 from anaphora.config import Config
+from anaphora.diagnose.memory import PromptMemory
 from anaphora.errors import AddressError, ConfigError
 from anaphora.keys import Keys
+from anaphora.responses import ResponseStore, default_responses_file
 from anaphora.roster import Roster
+from anaphora.usage.ledger import Ledger, default_usage_file
+from anaphora.usage.prices import PriceTable
 
 _CLOSING_SECONDS = 5
 """How long ended requests may take to tell their clients."""
@@ -52,11 +58,13 @@ class Server:
 
         Raises:
             AddressError: the port is in use, or the host is not one of this machine's.
-            ConfigError: others could reach the server, and there are no keys.
+            ConfigError: others could reach the server, and there are no keys; or the prices can't
+                be understood.
             KeysError: the key file can't be used.
         """
         self._config = config
         self._keys = Keys(config.keys_file, config.api_key)
+        self._prices = PriceTable() if config.prices is None else PriceTable.load(config.prices)
         self._socket = _bind(config.host, config.port)
         host, port = self._socket.getsockname()[:2]
         self.address = Address(host, port, self._keys.required)
@@ -73,9 +81,14 @@ class Server:
         ``announce`` is called when requests are taken. Raises what loading the model does, and
         :class:`~anaphora.errors.AddressError` where another server took the address meanwhile.
         """
-        with self._socket, roster:
-            serving = Serving(roster, max_waiting=self._config.queue_size)
-            app = create_app(serving, self._options(), self._keys)
+        with (
+            self._socket,
+            roster,
+            self._responses() as responses,
+            closing(self._books()) as books,
+        ):
+            serving = Serving(roster, max_waiting=self._config.queue_size, books=books)
+            app = create_app(serving, self._options(), self._keys, responses)
             uvicorn_config = uvicorn.Config(
                 app,
                 ws="none",
@@ -93,12 +106,37 @@ class Server:
             except OSError as error:
                 raise _address_error(self._config.host, self._config.port, error) from error
 
+    @contextmanager
+    def _responses(self) -> Iterator[ResponseStore | None]:
+        """The store of responses; ``None``: none are stored."""
+        config = self._config
+        if not config.store_days:
+            yield None
+            return
+        path = default_responses_file(config.cache_dir.expanduser())
+        store = ResponseStore(path, keep_days=config.store_days, budget=config.store_budget)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def _books(self) -> Books:
+        config = self._config
+        memory = PromptMemory(max_bytes=config.explain_memory)
+        if config.usage_file == "off":
+            return Books(None, self._prices, memory)
+        path = config.usage_file or default_usage_file(config.cache_dir.expanduser())
+        return Books(Ledger(path, keep_days=config.usage_days), self._prices, memory)
+
     def _options(self) -> Options:
         config = self._config
         return Options(
             strict_model=config.strict_model,
             strict_max_tokens=config.strict_max_tokens,
             body_limit=config.max_body,
+            profile=config.profile,
+            profiles=config.profiles,
+            volatile=config.volatile_rules,
             hosts=self._hosts(),
             origins=config.allow_origin,
         )

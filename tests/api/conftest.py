@@ -17,9 +17,11 @@ from openai import AsyncOpenAI, OpenAI
 
 from anaphora import Model
 from anaphora.api.app import create_app
+from anaphora.api.books import Books
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
 from anaphora.keys import Keys
+from anaphora.responses import ResponseStore
 from anaphora.roster import Choice, Roster
 
 DOCUMENT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
@@ -32,13 +34,14 @@ class Server:
     serving: Serving
     options: Options
     keys: Keys | None = None
+    responses: ResponseStore | None = None
     url: str = ""
     _server: uvicorn.Server = field(init=False)
     _thread: threading.Thread = field(init=False)
     _loop: asyncio.AbstractEventLoop = field(init=False)
 
     def start(self) -> None:
-        app = create_app(self.serving, self.options, self.keys)
+        app = create_app(self.serving, self.options, self.keys, self.responses)
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5)
         )
@@ -61,7 +64,10 @@ class Server:
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
+        self.serving.books.close()
         self.serving.roster.close()
+        if self.responses is not None:
+            self.responses.close()
 
     def openai(self, **options: Any) -> OpenAI:
         return OpenAI(**self._client(f"{self.url}/v1", options))
@@ -99,7 +105,7 @@ Serve = Callable[..., Server]
 
 @pytest.fixture
 def serve(tiny_llama: Path, tmp_path: Path) -> Iterator[Serve]:
-    """``serve(settings..., options=, keys=, paths=, max_waiting=)``: a running server.
+    """``serve(settings..., options=, keys=, responses=, books=, paths=, max_waiting=)``.
 
     Models are called like their files.
     """
@@ -109,12 +115,14 @@ def serve(tiny_llama: Path, tmp_path: Path) -> Iterator[Serve]:
         *,
         options: Options = Options(),  # noqa: B008 - frozen
         keys: Keys | None = None,
+        responses: ResponseStore | None = None,
         paths: Sequence[Path] = (tiny_llama,),
         max_waiting: int = 256,
+        books: Books | None = None,
         **settings: Any,
     ) -> Server:
-        serving = Serving(roster(paths, **settings), max_waiting=max_waiting)
-        server = Server(serving, options, keys)
+        serving = Serving(roster(paths, **settings), max_waiting=max_waiting, books=books)
+        server = Server(serving, options, keys, responses)
         servers.append(server)
         server.start()
         return server

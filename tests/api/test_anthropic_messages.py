@@ -174,7 +174,7 @@ def test_hints_are_ignored_and_named(server: Server) -> None:
     hints = {"metadata": {"user_id": "me"}, "thinking": {"type": "adaptive"}}
     response = server.http().post("/v1/messages", json={**REQUEST, **hints})
     assert response.status_code == 200
-    assert response.headers["anaphora-ignored"] == "metadata, thinking, system.cache_control"
+    assert response.headers["anaphora-ignored"] == "metadata, thinking"
 
 
 TOOL = {"name": "look", "description": "Look up.", "input_schema": {"type": "object"}}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from anaphora.api.anthropic_messages import CountRequest, MessagesRequest
+from anaphora.api.anthropic_bodies import CountRequest
+from anaphora.api.anthropic_messages import MessagesRequest
 from anaphora.api.edge import Body
 from anaphora.api.openai_chat import ChatRequest
 from anaphora.api.openai_completions import CompletionRequest

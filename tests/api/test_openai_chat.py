@@ -193,11 +193,11 @@ def test_hints_are_ignored_and_named(server: Server) -> None:
             "messages": [{"role": "user", "content": "hi", "mood\r\nx: y": 1}],
             "max_tokens": 1,
             "user": "me",
-            "prompt_cache_key": "key",
+            "service_tier": "flex",
         },
     )
     assert response.status_code == 200
-    assert response.headers["anaphora-ignored"] == "user, prompt_cache_key, messages.mood??x??y"
+    assert response.headers["anaphora-ignored"] == "user, service_tier, messages.mood??x??y"
 
 
 def test_the_next_turn_finds_the_answer_settled(serve: Serve) -> None:

@@ -39,6 +39,7 @@ def open_cache(
     disk: int = LARGE,
     clock: Clock | None = None,
     root: bytes = ROOT,
+    block_size: int = BLOCK_SIZE,
 ) -> PrefixCache:
     """A cache with room for ``memory`` parts in memory and ``disk`` bytes in ``folder``."""
     clock = clock or ManualClock()
@@ -46,7 +47,7 @@ def open_cache(
     if folder is not None:
         tier = DiskTier.open(folder, root, IDENTITY, disk, clock, model="toy")
     return PrefixCache(
-        root, memory_budget=memory * GRANULE, disk=tier, block_size=BLOCK_SIZE, clock=clock
+        root, memory_budget=memory * GRANULE, disk=tier, block_size=block_size, clock=clock
     )
 
 

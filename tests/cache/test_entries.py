@@ -121,6 +121,44 @@ def test_an_entry_written_again_lives_from_then_on() -> None:
     assert len(entries) == 0
 
 
+def test_of_two_with_one_id_the_one_that_lives_longer_stays() -> None:
+    clock, index = ManualClock(), Index(ROOT)
+    entries = EntryTable(clock)
+    block = blocks_of(index, prompt(1))[0]
+    for lifetime in 3600, 300:
+        entries.add(entry_over(block, lifetime=lifetime), block)
+    assert [entry.lifetime for entry in entries] == [3600]
+
+
+def test_a_refreshed_entry_lives_from_the_start_of_the_request_that_read_it() -> None:
+    clock, index = ManualClock(), Index(ROOT)
+    entries = EntryTable(clock)
+    block = blocks_of(index, prompt(1))[0]
+    entry = entry_over(block, lifetime=300)
+    entries.add(entry, block)
+    clock.advance(200)
+    entries.refresh(entry.id, clock.now() - 50)
+    entries.refresh(entry.id, clock.now() - 60)
+    clock.advance(249)
+    entries.expire()
+    assert len(entries) == 1
+    clock.advance(1)
+    entries.expire()
+    assert len(entries) == 0
+
+
+def test_every_block_under_a_promise_has_the_longest_lifetime_over_it() -> None:
+    clock, index = ManualClock(), Index(ROOT)
+    entries = EntryTable(clock)
+    blocks = blocks_of(index, prompt(1, 2, 3, 4))
+    entries.add(entry_over(blocks[3], "local"), blocks[3])
+    entries.add(entry_over(blocks[2], lifetime=300), blocks[2])
+    entries.add(entry_over(blocks[1], lifetime=3600), blocks[1])
+    assert entries.lifetimes() == {blocks[0]: 3600, blocks[1]: 3600, blocks[2]: 300}
+    clock.advance(300)
+    assert entries.lifetimes() == {blocks[0]: 3600, blocks[1]: 3600}
+
+
 def test_a_lost_block_shortens_local_entries_and_ends_others() -> None:
     index = Index(ROOT)
     entries = EntryTable(ManualClock())

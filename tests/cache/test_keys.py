@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, chain, root_key, segment_id
+from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, chain, prefixes, root_key, segment_id
+from tests.cache.naive import steps
 from tests.cache.support import prompt
 
 texts = st.text(max_size=5)
@@ -84,3 +85,34 @@ def test_a_block_keeps_its_tokens_when_the_callers_array_changes() -> None:
     assert block.tokens.any()
     with pytest.raises(ValueError, match="read-only"):
         block.tokens[0] = 1
+
+
+numbers = st.lists(st.integers(0, 1), max_size=8)
+divisions = st.sampled_from(
+    [
+        (Segment("a"),),
+        (Segment("b"),),
+        (Segment("a", b"s"),),
+        (Segment("house", end=3), Segment("a")),
+        (Segment("house", end=3), Segment("b")),
+        (Segment("house", end=4), Segment("a")),
+    ]
+)
+
+
+@given(numbers, divisions, numbers, divisions)
+def test_prefix_keys_are_equal_exactly_for_equal_prefixes(
+    one: list[int], of: tuple[Segment, ...], two: list[int], off: tuple[Segment, ...]
+) -> None:
+    left, right = np.array(one, np.int32), np.array(two, np.int32)
+    mine = prefixes(b"r" * 32, left, of, range(10))
+    theirs = prefixes(b"r" * 32, right, off, range(10))
+    assert list(mine) == list(range(1, len(one) + 1))
+    for here, prefix in mine.items():
+        owner = next(s.owner for s in of if s.end is None or here <= s.end)
+        assert prefix.owner == owner
+        for there, other in theirs.items():
+            same = steps(left, of)[:here] == steps(right, off)[:there]
+            assert (prefix.key == other.key) == same
+    others = prefixes(b"q" * 32, left, of, range(10)).values()
+    assert not {prefix.key for prefix in mine.values()} & {prefix.key for prefix in others}

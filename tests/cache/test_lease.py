@@ -162,3 +162,18 @@ def test_every_owner_of_a_held_prefix_gets_a_promise_up_to_where_his_part_ends()
     lease.promise()
     promised = {(entry.owner, entry.position) for entry in cache.entries}
     assert promised == {("house", 32), ("tenant", 48)}
+
+
+def test_a_lease_inherits_what_was_promised_over_the_same_cells() -> None:
+    cache, tokens = open_cache(), prompt(1, 2, length=20)
+    before = cache.lease()
+    before.advance(tokens)
+    before.promise()
+    after = cache.lease()
+    after.advance(tokens)
+    after.inherit(before)
+    before.close()
+    assert cache.read_tokens(tokens) == 40
+    check_consistent(cache)
+    after.close()
+    assert len(cache._index) == 0

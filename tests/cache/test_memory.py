@@ -81,7 +81,7 @@ def test_the_least_recently_used_leaf_is_given_up_first() -> None:
         tier.hold(take(tier, 10, block))
         block.tick = tick
     order = []
-    while (victim := tier.held.next_victim(lambda held: False)) is not None:
+    while (victim := tier.held.next_victim(lambda held: False, dict)) is not None:
         order.append(victim.block)
         tier.drop(victim)
     assert order == [other, child, parent]
@@ -93,10 +93,10 @@ def test_a_use_after_sorting_counts() -> None:
     for tick, block in enumerate(blocks):
         tier.hold(take(tier, 10, block))
         block.tick = tick
-    first = tier.held.next_victim(lambda held: held.block is not blocks[0])
+    first = tier.held.next_victim(lambda held: held.block is not blocks[0], dict)
     assert first is not None
     blocks[1].tick = 9
-    second = tier.held.next_victim(lambda held: held.block is blocks[0])
+    second = tier.held.next_victim(lambda held: held.block is blocks[0], dict)
     assert second is not None
     assert (first.block, second.block) == (blocks[0], blocks[2])
 
@@ -107,7 +107,7 @@ def test_a_parent_stays_while_a_child_came_after_sorting() -> None:
     for block, tick in ((parent, 5), (other, 4)):
         tier.hold(take(tier, 10, block))
         block.tick = tick
-    first = tier.held.next_victim(lambda held: False)
+    first = tier.held.next_victim(lambda held: False, dict)
     assert first is not None
     assert first.block is other
     tier.drop(first)
@@ -115,6 +115,46 @@ def test_a_parent_stays_while_a_child_came_after_sorting() -> None:
     parent.children[child.id.segment] = siblings = Siblings()
     siblings.add(child)
     tier.hold(take(tier, 10, child))
-    second = tier.held.next_victim(lambda held: False)
+    second = tier.held.next_victim(lambda held: False, dict)
     assert second is not None
     assert second.block is child
+
+
+def order_of_eviction(tier: MemoryTier, promised: dict[Block, float]) -> list[Block]:
+    order = []
+    while (victim := tier.held.next_victim(lambda held: False, lambda: promised)) is not None:
+        order.append(victim.block)
+        tier.drop(victim)
+    return order
+
+
+def holding(*ticks: int) -> tuple[MemoryTier, list[Block]]:
+    tier, blocks = MemoryTier(10 * GRANULE), [Block(block.id) for block in BLOCKS[: len(ticks)]]
+    for block, tick in zip(blocks, ticks, strict=True):
+        tier.hold(take(tier, 10, block))
+        block.tick = tick
+    return tier, blocks
+
+
+def test_what_is_promised_goes_after_the_rest_the_longest_promise_last() -> None:
+    tier, (long, short, new, newer) = holding(1, 2, 3, 4)
+    assert order_of_eviction(tier, {long: 3600.0, short: 300.0}) == [new, newer, short, long]
+
+
+def test_promises_keep_half_of_the_tier_at_most() -> None:
+    tier, (old, older, used, new) = holding(2, 1, 3, 4)
+    promised = dict.fromkeys((old, older, used), 300.0)
+    assert order_of_eviction(tier, promised)[:2] == [older, new], "one of the three is one too many"
+
+
+def test_what_came_after_sorting_goes_before_what_is_promised() -> None:
+    tier, (promised, other) = holding(1, 2)
+    lifetimes = {promised: 300.0}
+    first = tier.held.next_victim(lambda held: False, lambda: lifetimes)
+    assert first is not None
+    assert first.block is other
+    tier.drop(first)
+    new = Block(BLOCKS[2].id)
+    tier.hold(take(tier, 10, new))
+    new.tick = 3
+    assert order_of_eviction(tier, lifetimes) == [new, promised]

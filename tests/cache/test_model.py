@@ -18,6 +18,8 @@ from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
 from anaphora.cache.lease import Lease
 from anaphora.cache.store import Loaded
 from anaphora.clock import ManualClock
+from anaphora.profiles import Anthropic, OpenAI
+from anaphora.profiles.outline import Boundary, Outline, Ttl
 from tests.cache.naive import Step, agreeing, steps
 from tests.cache.support import (
     PAYLOAD,
@@ -30,6 +32,7 @@ from tests.cache.support import (
     read,
     store,
 )
+from tests.profiles.naive import Account
 
 MEMORY = 6
 DISK = 9 * (PAGE + PAYLOAD)
@@ -44,6 +47,8 @@ segment_lists = st.sampled_from(
         (Segment("house"),),
     ]
 )
+profiles = st.sampled_from([Anthropic(minimum=8, look_back=2), OpenAI(minimum=8, most_explicit=2)])
+ttls: st.SearchStrategy[Ttl] = st.sampled_from(["5m", "1h"])
 
 
 class CacheHistory(RuleBasedStateMachine):
@@ -56,6 +61,8 @@ class CacheHistory(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.promised: list[tuple[str, list[Step]]] = []
         self.stored: list[list[Step]] = []
+        self.accounts = {"anthropic": Account(), "openai": Account()}
+        """What the providers' rules would have left of a cache that loses nothing."""
         self.open()
 
     def open(self) -> None:
@@ -97,6 +104,49 @@ class CacheHistory(RuleBasedStateMachine):
         walked = steps(tokens, segments)
         self.promised += [(s.owner, walked[: s.end]) for s in segments]
         assert self.cache.read_tokens(tokens, segments) == len(tokens), "a promise just made"
+        self.stored.append(walked)
+        self.save(lease, saved)
+        if keep_live:
+            self.leases.append(lease)
+        else:
+            lease.close()
+
+    @rule(
+        pieces=pieces,
+        length=lengths,
+        segments=segment_lists,
+        profile=profiles,
+        marks=st.lists(st.tuples(st.integers(0, 80), ttls), max_size=4),
+        keep_live=st.booleans(),
+        saved=st.integers(0, 6),
+    )
+    def run_a_prompt_under_a_providers_rules(
+        self,
+        pieces: list[int],
+        length: int,
+        segments: tuple[Segment, ...],
+        profile: Anthropic | OpenAI,
+        marks: list[tuple[int, Ttl]],
+        keep_live: bool,
+        saved: int,
+    ) -> None:
+        tokens = self.tokens(pieces, length)
+        walked = steps(tokens, segments)
+        outline = Outline(tuple(Boundary(p, mark=ttl) for p, ttl in sorted(marks)))
+        account, now = self.accounts[profile.name], self.clock.now()
+        decision = self.cache.begin(tokens, segments, profile, outline)
+        unbroken = profile.decide(outline, len(tokens), account.view(walked, outline, now), now)
+        assert decision.read <= unbroken.read
+        assert decision.uncached == unbroken.uncached or decision.read < unbroken.read
+        account.apply(walked, decision)
+        lease = self.cache.lease(segments)
+        lease.advance(tokens)
+        lease.write(profile.name, decision)
+        again = self.cache.begin(tokens, segments, profile, outline)
+        assert again.read == max([decision.read, *(write.position for write in decision.writes)])
+        account.apply(walked, again)
+        # After a crash automatic promises are made from the blocks there are, whoever's they were.
+        self.promised += [(s.owner, walked[: s.end]) for s in segments]
         self.stored.append(walked)
         self.save(lease, saved)
         if keep_live:

@@ -85,6 +85,18 @@ class TestHits:
         assert warm.found.live == 999
         assert warm.tokens == cold.tokens
 
+    def test_the_next_turn_reads_all_of_the_turn_before_even_at_once(
+        self, open_driver: Open, tokens: Tokens
+    ) -> None:
+        driver = open_driver()
+        ends = dict.fromkeys(driver.engine.vocabulary.end_of_generation, -1e9)
+        sampling = Sampling(temperature=0.0, logit_bias=ends)
+        first = driver.run(tokens[:1000], 8, sampling=sampling)
+        held = [*tokens[:1000].tolist(), *first.tokens[:-1]]
+        second = driver.run([*held, *tokens[1100:1200].tolist()], 0)
+        assert second.started.read_tokens == second.found.live == len(held)
+        assert engine_of(driver).cache.stats().broken_promises == 0
+
     def test_a_prompt_that_parts_inside_a_block_reuses_up_to_there(
         self, open_driver: Open, tokens: Tokens
     ) -> None:

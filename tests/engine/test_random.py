@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,8 @@ from anaphora.engine.llamacpp.engine import LlamaEngine
 from anaphora.engine.llamacpp.load import load_engine
 from anaphora.engine.llamacpp.sampler import Sampler
 from anaphora.engine.protocol import CacheHints, Done, Failed, Sampling, Started
+from anaphora.profiles import Anthropic, Local, OpenAI, Profile
+from anaphora.profiles.outline import Boundary, Outline, Ttl
 from anaphora.settings import Settings
 from tests.conftest import SOAK, TinyModel
 from tests.driver import Driver, Result
@@ -34,6 +36,7 @@ NOISE = 1e-3
 """Between logits of one prompt computed in different ways in F32; they differ by about 1e-5. A
 wrong KV moves them by more than 1."""
 
+PROFILES: tuple[Profile, ...] = (Local(), Local(), Anthropic(minimum=64), OpenAI(minimum=64))
 TRUNK = (Segment("house", b"h", 100),)
 OWNERS: tuple[tuple[Segment, ...], ...] = (
     (Segment(),),
@@ -198,17 +201,30 @@ class Day:
         assert self.driver is not None
         pick = self.random
         ends = dict.fromkeys(self.reference.ends, -1e9) if pick.random() < 0.7 else {}
+        prompt = self.prompt()
         result = self.driver.submit(
-            self.prompt(),
+            prompt,
             pick.choice((0, 1, 2, 10, 60, 10**9 if ends else 90)),
             sampling=Sampling(temperature=0.0, logit_bias=ends),
             cache=CacheHints(
-                pick.choice(OWNERS), read=pick.random() < 0.85, write=pick.random() < 0.85
+                pick.choice(OWNERS),
+                read=pick.random() < 0.85,
+                write=pick.random() < 0.85,
+                profile=pick.choice(PROFILES),
+                outline=self.outline(len(prompt)),
             ),
             background=pick.random() < 0.2,
             want_logits=True,
         )
         self.asked.append(Asked(result))
+
+    def outline(self, length: int) -> Outline:
+        pick = self.random
+        places = sorted(pick.randrange(length + 1) for _ in range(pick.randrange(6)))
+        marks: tuple[Ttl | None, ...] = (None, "5m", "12h")
+        kinds: tuple[Literal["block", "message"], ...] = ("block", "message")
+        boundaries = (Boundary(p, pick.choice(kinds), "", pick.choice(marks)) for p in places)
+        return Outline(tuple(boundaries), pick.choice((None, "30m")))
 
     def cancel(self) -> None:
         running = [asked for asked in self.asked if not asked.result.ended]
@@ -355,7 +371,10 @@ class Day:
         assert started.prompt_tokens == done.prompt_tokens == count
         assert 0 <= started.read_tokens <= count
         writes = hints.write and self.engine.info.caching
-        assert started.written_tokens == (count - started.read_tokens if writes else 0)
+        assert 0 <= started.written_tokens <= (count - started.read_tokens if writes else 0)
+        assert started.uncached_tokens == count - started.read_tokens - started.written_tokens
+        if isinstance(hints.profile, Local) and writes:
+            assert started.uncached_tokens == 0
         assert started.found.total <= count - 1
         assert 0 <= started.found.decoded <= started.found.total
         if not hints.read or not self.engine.info.caching:

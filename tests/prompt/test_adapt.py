@@ -213,3 +213,73 @@ def test_no_tools_and_no_system_message_make_no_trunk(smol: Loaded) -> None:
     refusing = "{% if messages | length < 3 %}{{ raise_exception('More') }}{% endif %}" + FRONT
     conversation = Conversation.parse((SYSTEM, USER, ASSISTANT, USER))
     assert len(adapt.trunk(Renderer(smol.vocabulary, refusing), conversation)) == 0
+
+
+# Where messages, parts and tools end, in whatever form they are shown
+
+
+def shown(loaded: Loaded, prompt: Prompt, end: int | None) -> str:
+    """The text of the prompt up to a position, without control tokens."""
+    assert end is not None
+    return loaded.show(prompt.tokens[:end])
+
+
+def rendered(renderer: Renderer, *messages: Dict, tools: Any = None) -> Prompt:
+    return adapt.render(renderer, Conversation.parse(messages, tools), tool_ends=True)
+
+
+def test_every_family_tells_where_each_tool_ends(family: Loaded, renderer: Renderer) -> None:
+    schemas: Dict = {"one": {"type": "object"}, "two": {"additionalProperties": False}}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, "description": "Look it up.", "parameters": schema},
+        }
+        for name, schema in schemas.items()
+    ]
+    prompt = rendered(renderer, SYSTEM, USER, tools=tools)
+    first, second = (shown(family, prompt, end).rstrip() for end in prompt.tools)
+    assert first.endswith("}")
+    assert '"one"' in first
+    assert '"two"' not in first
+    assert second.endswith("}")
+    assert second.count("{") - second.count("}") <= 0
+    # What comes behind a tool does not move its end.
+    alone = rendered(renderer, SYSTEM, USER, tools=tools[:1])
+    assert alone.tools == prompt.tools[:1]
+
+
+def test_a_tool_without_description_ends_all_the_same(smol: Loaded) -> None:
+    template = "{% for t in tools %}{{ t | tojson }}\n{% endfor %}{{ messages[0].content }}"
+    named = {"type": "function", "function": {"name": "look", "parameters": {"x": [1, "look"]}}}
+    renderer = Renderer(smol.vocabulary, template)
+    prompt = renderer.render(Conversation.parse([USER], [named, {"type": "other"}]), tool_ends=True)
+    first, second = prompt.tools
+    assert shown(smol, prompt, first).endswith('"parameters": {"x": [1, "look"]}}}')
+    assert second is None
+    assert renderer.render(Conversation.parse([USER], [named])).tools == ()
+
+
+@pytest.mark.parametrize("template", [FRONT, FIRST_ONLY, REFUSING, None])
+def test_messages_keep_their_places_in_another_form(smol: Loaded, template: str | None) -> None:
+    parts = {"role": "user", "content": ["It is late. ", "Is it?"]}
+    called = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+    messages: list[Dict] = [SYSTEM, USER, ASSISTANT, LATE, parts, called, RESULT, LATE, USER]
+    empty = {"role": "assistant", "content": ""}
+    prompt = rendered(Renderer(smol.vocabulary, template), *messages, empty, tools=[TOOL])
+    assert len(prompt.boundaries) == len(messages) + 1
+    *places, left_out = prompt.boundaries
+    assert (left_out.end, left_out.parts) == (None, ())
+    before = 0
+    for message, place in zip(messages, places, strict=True):
+        content = message["content"]
+        texts = content if isinstance(content, list) else [content]
+        assert len(place.parts) == len(texts)
+        for text, end in zip(texts, place.parts, strict=True):
+            assert shown(smol, prompt, end).endswith(text.rstrip())
+            assert (end or 0) > before
+            before = end or 0
+        assert place.end is not None
+        assert place.end >= before
+    (tool,) = prompt.tools
+    assert shown(smol, prompt, tool).rstrip().endswith('"parameters": {"type": "object"}}')

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from anaphora.api import streams
+from anaphora.api.anthropic_bodies import CountRequest
+from anaphora.api.anthropic_diagnostics import Diagnostics, Fingerprint
 from anaphora.api.edge import Body, Count, TopK
 from anaphora.api.endpoint import Endpoint, computed, takes
 from anaphora.api.errors import ApiError, anthropic_body, as_api_error, request_id
-from anaphora.api.generation import Generation, call, prompt_tokens, tool
+from anaphora.api.generation import Generation, prompt_tokens
 from anaphora.api.replies import AnthropicMessage, TokenCount
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Sampling, Started
-from anaphora.prompt.conversation import Conversation, Message, TextPart
+from anaphora.model import Model
+from anaphora.profiles.outline import Ttl
 
 _CUMULATIVE = (
     "input_tokens",
@@ -28,104 +31,12 @@ _CUMULATIVE = (
     "output_tokens",
 )
 """What ``message_delta`` repeats of the usage."""
-_ERROR, _END_OF_ERROR = TextPart("<error>\n"), TextPart("\n</error>")
+_HOURS: tuple[Ttl, ...] = ("1h", "12h")
+"""Lifetimes that are counted under one hour."""
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class TextBlock(Body):
-    type: Literal["text"]
-    text: str
-
-
-Texts = Annotated[
-    list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
-]
-
-
-class ThinkingBlock(Body):
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Body):
-    type: Literal["redacted_thinking"]
-
-
-class ToolUseBlock(Body):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResultBlock(Body):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Texts = Field(default_factory=list)
-    is_error: bool | None = None
-
-    @property
-    def shown(self) -> tuple[TextPart, ...]:
-        """What the model sees: a failure's text stands in ``<error>`` tags."""
-        parts = _parts(self.content)
-        return (_ERROR, *parts, _END_OF_ERROR) if self.is_error else parts
-
-
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-
-
-class MessageBody(Body):
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        list[Annotated[Block, Field(discriminator="type")]],
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
-    ]
-
-
-class Tool(Body):
-    """A tool with a schema. The provider's own tools, which have none, are left out."""
-
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
-
-    def without_effect(self) -> Iterable[str]:
-        return super().without_effect() if self.input_schema is not None else [self.type or "type"]
-
-
-class ToolChoice(Body):
-    type: Literal["auto", "none"]
-
-
-class OutputConfig(Body):
-    format: None = None
-
-
-class CountRequest(Body):
-    model: str | None = None
-    messages: list[MessageBody] = Field(min_length=1)
-    system: Texts | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    output_config: OutputConfig | None = None
-
-    @property
-    def conversation(self) -> Conversation:
-        if self.messages[0].role == "system":
-            raise ApiError("messages.0: the first message can't be a system one: use 'system'")
-        messages = [message for body in self.messages for message in _messages(body)]
-        if self.system:
-            messages.insert(0, Message("system", _parts(self.system)))
-        tools = (
-            tool(item.name, item.description, item.input_schema)
-            for item in self.tools or ()
-            if item.input_schema is not None
-        )
-        return Conversation(tuple(messages), tuple(tools))
+class DiagnosticsBody(Body):
+    previous_message_id: str | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -135,18 +46,37 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: TopK | None = None
+    diagnostics: DiagnosticsBody | None = None
 
     @property
     def generation(self) -> Generation:
-        if self.stream and self.max_tokens == 0:
-            raise ApiError("max_tokens: 0 only fills the cache and can't be streamed")
+        reading = self.read()
+        self._refuse()
         given = self.given("temperature", "top_p", "top_k")
         sampling = Sampling(**given, stop=tuple(self.stop_sequences or ()))
-        return Generation(self.conversation, self.max_tokens, sampling)
+        return Generation(
+            reading.conversation,
+            self.max_tokens,
+            sampling,
+            endings=reading.endings,
+            implicit="30m",
+        )
+
+    def _refuse(self) -> None:
+        if self.max_tokens == 0:
+            if self.stream:
+                raise ApiError("max_tokens: 0 only fills the cache and can't be streamed")
+            if self.thinking and self.thinking.type == "enabled":
+                raise ApiError("max_tokens: 0 leaves nothing to think with: disable thinking")
+        if self.output_config and self.output_config.format is not None:
+            raise ApiError("output_config.format: is not supported: leave it out")
+        if self.tool_choice and self.tool_choice.type in ("any", "tool"):
+            raise ApiError("tool_choice: a call of a tool cannot be forced: use 'auto' or 'none'")
 
 
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
+    diagnostics = Diagnostics()
 
     @routes.post(
         "/v1/messages",
@@ -156,6 +86,8 @@ def router(api: Endpoint) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """The next answer in a conversation, in the protocol of Anthropic's Messages."""
         body, tenant, headers = await api.read(request, MessagesRequest)
+        asked = body.diagnostics
+        seen = await asyncio.to_thread(Fingerprint.of, body) if asked else None
         answer = await api.submit(request, body, tenant)
         cut = answer.request.max_tokens < body.max_tokens
         head = {
@@ -164,13 +96,28 @@ def router(api: Endpoint) -> APIRouter:
             "role": "assistant",
             "model": answer.model_name,
         }
+
+        def begun(started: Started) -> dict[str, Any]:
+            """What is known of the message once its cached prefix is there."""
+            found = None
+            if asked is not None and seen is not None:
+                found = diagnostics.compare(
+                    tenant.name,
+                    head["id"],
+                    answer.model_name,
+                    seen,
+                    started,
+                    asked.previous_message_id,
+                )
+            return {**head, "diagnostics": found}
+
         if body.stream:
-            events = _events(answer, head, cut, api.options.heartbeat, request_id(request))
+            events = _events(answer, begun, cut, api.options.heartbeat, request_id(request))
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
         content = [{"type": "text", "text": finished.text}] if finished.text else []
         reply = {
-            **head,
+            **begun(finished.started),
             "content": content,
             **_stop(finished.done, cut),
             "usage": _usage(finished.started, finished.done.generated_tokens),
@@ -186,52 +133,30 @@ def router(api: Endpoint) -> APIRouter:
         """How many tokens the prompt of a message has."""
         body, _, headers = await api.read(request, CountRequest)
 
-        generation = Generation(body.conversation, 0, Sampling())
+        def count(model: Model) -> int:
+            generation = Generation(body.read().conversation, 0, Sampling())
+            return len(prompt_tokens(model, api.without_volatile(request, generation)))
+
         async with api.serving.model(body.model) as (model, _):
-            tokens = await asyncio.to_thread(prompt_tokens, model, generation)
-        return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
+            tokens = await asyncio.to_thread(count, model)
+        return JSONResponse({"input_tokens": tokens}, headers=headers)
 
     return routes
 
 
-def _messages(body: MessageBody) -> Iterator[Message]:
-    """One message of the wire; results of tools become messages of their own, in place."""
-    texts: list[TextBlock] = []
-    thoughts: list[str] = []
-    calls: list[Any] = []
-    results = False
-    for block in body.content:
-        match block:
-            case TextBlock():
-                texts.append(block)
-            case ThinkingBlock():
-                thoughts.append(block.thinking)
-            case ToolUseBlock():
-                calls.append(call(block.id, block.name, block.input))
-            case ToolResultBlock():
-                if texts:
-                    yield Message(body.role, _parts(texts))
-                    texts = []
-                yield Message("tool", block.shown, {"tool_call_id": block.tool_use_id})
-                results = True
-    fields = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
-    if texts or not results:
-        present = {name: value for name, value in fields.items() if value}
-        yield Message(body.role, _parts(texts), present)
-
-
-def _parts(blocks: Iterable[TextBlock]) -> tuple[TextPart, ...]:
-    return tuple(TextPart(block.text) for block in blocks if block.text)
-
-
 def _usage(started: Started, output_tokens: int) -> dict[str, Any]:
-    """Everything that was not read is written: nothing is left for ``input_tokens``."""
-    read, written = started.read_tokens, started.written_tokens
+    """What is neither read nor written is left for ``input_tokens``; the protocol has two lifetimes
+    to count under: one hour or more, and whatever else."""
+    written = started.written_tokens
+    for_hours = sum(started.written_by_lifetime.get(ttl, 0) for ttl in _HOURS)
     return {
-        "input_tokens": started.prompt_tokens - read - written,
-        "cache_read_input_tokens": read,
+        "input_tokens": started.uncached_tokens,
+        "cache_read_input_tokens": started.read_tokens,
         "cache_creation_input_tokens": written,
-        "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": written - for_hours,
+            "ephemeral_1h_input_tokens": for_hours,
+        },
         "output_tokens": output_tokens,
         "service_tier": "standard",
     }
@@ -245,7 +170,11 @@ def _stop(done: Done, cut: bool) -> dict[str, str | None]:
 
 
 async def _events(
-    answer: Answer, head: dict[str, Any], cut: bool, heartbeat: float, request_id: str
+    answer: Answer,
+    begun: Callable[[Started], dict[str, Any]],
+    cut: bool,
+    heartbeat: float,
+    request_id: str,
 ) -> AsyncIterator[bytes]:
     def event(kind: str, **members: Any) -> bytes:
         return streams.event({"type": kind, **members}, kind)
@@ -261,7 +190,7 @@ async def _events(
                 case Started() as started:
                     # What the cache did is known before the rest of the prompt is computed.
                     message = {
-                        **head,
+                        **begun(started),
                         "content": [],
                         "stop_reason": None,
                         "stop_sequence": None,

@@ -17,6 +17,7 @@ from anaphora.api import (
     anthropic_messages,
     document,
     errors,
+    explain,
     models,
     openai_chat,
     openai_completions,
@@ -27,6 +28,7 @@ from anaphora.api.errors import ApiError
 from anaphora.api.replies import AnthropicError, OpenAIError
 from anaphora.api.serving import Serving
 from anaphora.keys import Keys
+from anaphora.responses import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _PROTOCOLS = (
     (openai_responses, OpenAIError),
     (anthropic_messages, AnthropicError),
     (models, OpenAIError),
+    (explain, OpenAIError),
 )
 """With the shape of their errors; whoever sends ``anthropic-version`` gets the other one."""
 
@@ -44,9 +47,13 @@ def create_app(
     serving: Serving,
     options: Options = Options(),  # noqa: B008 - frozen
     keys: Keys | None = None,
+    responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """The application that serves ``serving``. Without ``keys`` everybody is one tenant."""
-    api = Endpoint(serving, options, keys)
+    """The application that serves ``serving``.
+
+    Without ``keys`` everybody is one tenant. Without ``responses`` none are stored.
+    """
+    api = Endpoint(serving, options, keys, responses)
     app = FastAPI(
         title="Anaphora",
         version=__version__,
@@ -90,6 +97,8 @@ class Gate:
                 begun = True
                 headers = MutableHeaders(scope=message)
                 headers["request-id"] = headers["x-request-id"] = scope["request_id"]
+                if rules := scope.get("volatile"):
+                    headers["anaphora-volatile"] = ", ".join(rules)
                 if origin is not None and self._allows(origin):
                     self._open(headers, origin)
                 route = getattr(scope.get("route"), "path", "other")
@@ -134,7 +143,7 @@ class Gate:
     def _open(self, headers: MutableHeaders, origin: str) -> None:
         """Let a page of ``origin`` read the response."""
         headers["access-control-allow-origin"] = origin
-        headers["access-control-allow-methods"] = "GET, POST, OPTIONS"
+        headers["access-control-allow-methods"] = "GET, POST, DELETE, OPTIONS"
         headers["access-control-allow-headers"] = "*, authorization"
         headers["access-control-expose-headers"] = "*"
         headers.add_vary_header("origin")

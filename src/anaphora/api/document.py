@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from anaphora.api import (
+    anthropic_bodies,
     anthropic_messages,
     models,
     openai_chat,
@@ -24,7 +25,7 @@ _SCHEMAS: list[tuple[type[BaseModel], JsonSchemaMode]] = [
     (openai_completions.CompletionRequest, "validation"),
     (openai_responses.ResponsesRequest, "validation"),
     (anthropic_messages.MessagesRequest, "validation"),
-    (anthropic_messages.CountRequest, "validation"),
+    (anthropic_bodies.CountRequest, "validation"),
     (models.LoadRequest, "validation"),
     (OpenAIError, "serialization"),
     (AnthropicError, "serialization"),
@@ -33,7 +34,7 @@ _ERRORS = {
     "400": "The body is no valid JSON, a value is wrong, or something asked for is not supported.",
     "401": "Keys are in use, and the one sent is missing or wrong.",
     "403": "The Host header or the Origin is not allowed.",
-    "404": "There is no such path, or no such model where that matters.",
+    "404": "There is no such path or response, or no such model where that matters.",
     "413": "The body is larger than the limit.",
     "429": "Too many requests wait. `retry-after` says, in seconds, when to come back.",
     "500": "The engine failed.",

@@ -87,6 +87,14 @@ async def read(request: Request, kind: type[B], limit: int) -> B:
         raise _refusal(error) from error
 
 
+def query(request: Request, kind: type[B]) -> B:
+    """What the query of ``request`` says. Raises :class:`ApiError` 400."""
+    try:
+        return kind.model_validate(dict(request.query_params), strict=False)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
 def ignored(body: Body) -> dict[str, str]:
     """The header that names the members of ``body`` without effect; logs them too."""
     names = list(dict.fromkeys(_undeclared(body, "")))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from anaphora.api import edge, streams
-from anaphora.api.errors import ApiError
-from anaphora.api.generation import Generation, prepare
+from anaphora.api.books import ID_PREFIXES, Origin
+from anaphora.api.errors import ApiError, request_id
+from anaphora.api.generation import Generation, Prepared, prepare
 from anaphora.api.serving import Answer, Finished, Serving
+from anaphora.clock import SystemClock
 from anaphora.engine.protocol import Done
 from anaphora.keys import LOCAL, Keys, Tenant
+from anaphora.model import Model
+from anaphora.profiles import DEFAULT_PROFILE, PROFILES, Profile
+from anaphora.prompt.conversation import Conversation
+from anaphora.prompt.volatile import VolatileRules
+from anaphora.responses import ResponseStore
 from anaphora.roster import Choice
+from anaphora.usage.record import Api
 
 B = TypeVar("B", bound=edge.Body)
 
@@ -25,9 +34,18 @@ class Wanted(Protocol):
     def model(self) -> str | None: ...
 
     @property
+    def stream(self) -> bool | None: ...
+
+    @property
     def generation(self) -> Generation: ...
 
 
+_APIS: Mapping[str, Api] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}
 _QUICK = 16 << 10
 """Bytes of a body up to which it takes a few milliseconds at most to make a prompt of it."""
 
@@ -42,6 +60,12 @@ class Options:
     """Refuse requests for more tokens than there is room for (400)."""
     body_limit: int = 32 << 20
     """Bytes of a request's body."""
+    profile: str = DEFAULT_PROFILE.name
+    """Name of the profile of requests whose key has none."""
+    profiles: Mapping[str, Profile] = field(default_factory=lambda: PROFILES)
+    """The rules of each, by name."""
+    volatile: VolatileRules = field(default_factory=VolatileRules)
+    """For text at the top of prompts that changes with every request."""
     heartbeat: float = 10.0
     """Seconds after which a silent stream shows that it lives."""
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
@@ -53,10 +77,19 @@ class Options:
 class Endpoint:
     """One per application."""
 
-    def __init__(self, serving: Serving, options: Options, keys: Keys | None) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        options: Options,
+        keys: Keys | None,
+        responses: ResponseStore | None,
+    ) -> None:
         self.serving = serving
         self.options = options
+        self.responses = responses
+        """``None``: responses are not stored."""
         self._keys = keys
+        self._clock = SystemClock()
 
     def tenant(self, request: Request) -> Tenant:
         """Whom ``request`` is for; its scope names the tenant from then on.
@@ -76,6 +109,10 @@ class Endpoint:
             self.choice(model)
         return body, tenant, edge.ignored(body)
 
+    def profile(self, tenant: Tenant) -> Profile:
+        """Whose rules count for the requests of ``tenant``."""
+        return self.options.profiles[tenant.profile or self.options.profile]
+
     def choice(self, name: str) -> Choice:
         """The model called ``name``. Raises :class:`ApiError` 404."""
         choice = self.serving.roster.find(name)
@@ -88,25 +125,48 @@ class Endpoint:
             )
         return choice
 
-    async def submit(self, request: Request, body: Wanted, tenant: Tenant) -> Answer:
-        """Hand a request to the engine.
+    async def submit(
+        self, request: Request, body: Wanted, tenant: Tenant, *, quick: bool = True
+    ) -> Answer:
+        """Hand a request to the engine. It is not ``quick`` where the prompt is more than its body.
 
         Raises what :meth:`Serving.submit` does, and
         :class:`~starlette.requests.ClientDisconnect` where nobody waits any more.
         """
         length = request.headers.get("content-length", "")
         strict = self.options.strict_max_tokens
+        profile = self.profile(tenant)
+        own_id = request_id(request).removeprefix("req_")
+
+        def make(model: Model) -> Prepared:
+            generation = self.without_volatile(request, body.generation)
+            return prepare(model, generation, tenant, profile, request_id=own_id, strict=strict)
+
+        api = _APIS[request.scope["path"]]
         submitting = self.serving.submit(
-            lambda model: prepare(model, body.generation, tenant, strict=strict),
-            tenant=tenant.name,
+            make,
+            origin=Origin(
+                ID_PREFIXES[api] + own_id, tenant, api, bool(body.stream), self._clock.now()
+            ),
             model=body.model,
-            quick=length.isdecimal() and int(length) <= _QUICK,
+            quick=quick and length.isdecimal() and int(length) <= _QUICK,
         )
         # It may wait for another model to be loaded.
         answer = await streams.while_connected(request.receive, submitting)
         if answer is None:
             raise ClientDisconnect
         return answer
+
+    def without_volatile(self, request: Request, generation: Generation) -> Generation:
+        """``generation`` after the rules for volatile text; the response's header will name them.
+
+        Raw prompts stay as they are.
+        """
+        if not isinstance(generation.prompt, Conversation):
+            return generation
+        applied = self.options.volatile.apply(generation.prompt)
+        request.scope["volatile"] = applied.rules
+        return replace(generation, prompt=applied.conversation, rules=applied.rules)
 
     async def whole(self, request: Request, answer: Answer) -> Finished:
         """The finished answer; the request is cancelled where its client leaves."""
@@ -137,6 +197,17 @@ class Endpoint:
 def computed(done: Done) -> dict[str, str]:
     """The header that tells how many tokens of the prompt were really computed."""
     return {"anaphora-computed-tokens": str(done.computed_tokens)}
+
+
+def asks(kind: type[edge.Body]) -> dict[str, Any]:
+    """For the OpenAPI document: that a route takes a query of ``kind``."""
+    members = kind.model_json_schema()["properties"]
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in members.items()
+        ]
+    }
 
 
 def takes(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:

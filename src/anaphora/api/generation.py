@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from anaphora.api.errors import ApiError
+from anaphora.api.outlines import Ending, outline
 from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import Tokens
+from anaphora.diagnose.prompts import Place, Span
+from anaphora.diagnose.spans import spans
 from anaphora.engine.protocol import CacheHints, Request, Sampling
 from anaphora.errors import AnaphoraError, PromptTooLongError
 from anaphora.keys import Tenant
 from anaphora.model import Model
+from anaphora.profiles import Local, Profile
+from anaphora.profiles.outline import NO_OUTLINE, Outline, Ttl
 from anaphora.prompt import adapt
 from anaphora.prompt.conversation import Conversation, Plain
+from anaphora.prompt.tokens import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,12 @@ class Generation:
     sampling: Sampling
     options: Mapping[str, Plain] = field(default_factory=dict)
     """Further variables for the chat template."""
+    endings: tuple[Ending, ...] = ()
+    """What prefixes of the prompt may end with, in the order of the prompt."""
+    implicit: Ttl | None = None
+    """Lifetime of the breakpoint that OpenAI's rules manage; ``None``: only explicit ones."""
+    rules: tuple[str, ...] = ()
+    """Names of the rules for volatile text that were applied to the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,10 @@ class Prepared:
     next_turn: Callable[[str], Request | None]
     """What to compute in idle time once the answer is known: the conversation as the next turn
     will show it, which may differ from the tokens that were generated."""
+    spans: tuple[Span, ...] = ()
+    """What of the conversation the stretches of the prompt are from."""
+    rules: tuple[str, ...] = ()
+    """Those of the generation."""
 
 
 def tool(name: str, description: str | None, parameters: Plain | None) -> Plain:
@@ -63,13 +79,36 @@ def prompt_tokens(model: Model, generation: Generation) -> Tokens:
 
     Raises :class:`~anaphora.errors.TemplateError` and :class:`~anaphora.errors.PromptError`.
     """
+    return _rendered(model, generation).tokens
+
+
+def _rendered(model: Model, generation: Generation) -> Prompt:
+    """The prompt; a raw one has no places in it."""
     if isinstance(generation.prompt, Conversation):
-        return adapt.render(model.renderer, generation.prompt, generation.options).tokens
-    return model.tokenize(generation.prompt)
+        return adapt.render(model.renderer, generation.prompt, generation.options, tool_ends=True)
+    return Prompt(model.tokenize(generation.prompt), "", ())
 
 
-def prepare(model: Model, generation: Generation, tenant: Tenant, *, strict: bool) -> Prepared:
-    """What the engine is asked for.
+def _outline(generation: Generation, profile: Profile, prompt: Prompt) -> Outline:
+    """Where prefixes of ``prompt`` may end, as far as that is of any account."""
+    marked = any(ending.mark for ending in generation.endings)
+    if not isinstance(generation.prompt, Conversation) or not generation.endings:
+        return NO_OUTLINE
+    if isinstance(profile, Local) and not marked:
+        return NO_OUTLINE
+    return outline(generation.endings, generation.prompt.messages, prompt, generation.implicit)
+
+
+def prepare(
+    model: Model,
+    generation: Generation,
+    tenant: Tenant,
+    profile: Profile,
+    *,
+    request_id: str,
+    strict: bool,
+) -> Prepared:
+    """What the engine is asked for, by the rules of ``profile``.
 
     ``max_tokens`` over the room that the prompt leaves is cut down to it, or refused where
     ``strict``.
@@ -77,7 +116,8 @@ def prepare(model: Model, generation: Generation, tenant: Tenant, *, strict: boo
     Raises :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and
     what :func:`prompt_tokens` raises.
     """
-    tokens = prompt_tokens(model, generation)
+    prompt = _rendered(model, generation)
+    tokens = prompt.tokens
     size = model.info.context_size
     room = size - len(tokens)
     if room < 0:
@@ -92,12 +132,22 @@ def prepare(model: Model, generation: Generation, tenant: Tenant, *, strict: boo
     trunk = _trunk(model, generation, tenant)
 
     def cache(prompt: Tokens) -> CacheHints:
-        return CacheHints(tenant.segments(common_prefix(prompt, trunk)))
+        return CacheHints(tenant.segments(common_prefix(prompt, trunk)), profile=profile)
 
-    request = Request(
-        uuid.uuid4().hex, tokens, min(wanted, room), generation.sampling, cache(tokens)
+    hints = replace(cache(tokens), outline=_outline(generation, profile, prompt))
+    request = Request(request_id, tokens, min(wanted, room), generation.sampling, hints)
+    return Prepared(
+        request,
+        lambda answer: _next_turn(model, generation, cache, answer),
+        _spans(model, generation, prompt),
+        generation.rules,
     )
-    return Prepared(request, lambda answer: _next_turn(model, generation, cache, answer))
+
+
+def _spans(model: Model, generation: Generation, prompt: Prompt) -> tuple[Span, ...]:
+    if isinstance(generation.prompt, Conversation):
+        return spans(generation.prompt, prompt, model.vocabulary)
+    return (Span(0, len(prompt.tokens), Place("message", 1, name="prompt")),)
 
 
 def _trunk(model: Model, generation: Generation, tenant: Tenant) -> Tokens:

@@ -45,6 +45,9 @@ class Metrics:
         self._found = self._counter(
             "cache_found_tokens", "Prompt tokens whose KV was reused, by where it lay.", ("tier",)
         )
+        self._lost_responses = self._counter(
+            "responses_lost", "Responses that were to be stored and could not be."
+        )
         self._queued = self._histogram("queue_seconds", "From arrival to begin.")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to a token.")
         self._total = self._histogram("request_seconds", "From arrival to the end.")
@@ -77,6 +80,9 @@ class Metrics:
         self._total.labels(tenant).observe(done.times.total)
         if done.generated_tokens:
             self._first.labels(tenant).observe(done.times.first_token)
+
+    def count_lost_response(self, tenant: str) -> None:
+        self._lost_responses.labels(tenant).inc()
 
     def text(self, tenant: str | None = None) -> bytes:
         """In Prometheus' text format: all of it, or what belongs to one ``tenant``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -13,6 +14,7 @@ from anaphora.api import openai_choices
 from anaphora.api.edge import Body, Count, Off, Zero
 from anaphora.api.endpoint import Endpoint, takes
 from anaphora.api.generation import Generation, call, tool
+from anaphora.api.openai_caching import Breakpoint, Caching, CachingBody
 from anaphora.api.openai_choices import ChoicesBody, Form
 from anaphora.api.replies import ChatCompletion
 from anaphora.prompt.conversation import Conversation, Message
@@ -57,6 +59,7 @@ def unforced(choice: Any) -> Any:
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 class RefusalPart(Body):
@@ -79,6 +82,7 @@ ToolChoice = Annotated[
     ),
 ]
 """Tools stay in the prompt whatever it says, so that what is cached of it stays of use."""
+Verbosity = Literal["low", "medium", "high"]
 
 
 class CalledFunction(Body):
@@ -118,7 +122,12 @@ class ResponseFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(ChoicesBody):
+class CacheOptions(Body):
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class ChatRequest(ChoicesBody, CachingBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
@@ -131,14 +140,26 @@ class ChatRequest(ChoicesBody):
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     web_search_options: None = None
+    reasoning_effort: str | None = None
+    verbosity: Verbosity | None = None
+    prompt_cache_options: CacheOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def generation(self) -> Generation:
         limit = self.max_completion_tokens
+        options = self.prompt_cache_options or CacheOptions()
+        conditions = self.conditions(self.reasoning_effort, self.verbosity)
+        caching = Caching(conditions, options.mode, options.ttl)
+        messages = [_message(message) for message in self.messages]
+        marked = (
+            ending
+            for number, message in enumerate(self.messages)
+            for ending in caching.marked(number, _texts(message))
+        )
         return Generation(
             Conversation(
-                tuple(_message(message) for message in self.messages),
+                tuple(messages),
                 tuple(
                     tool(item.function.name, item.function.description, item.function.parameters)
                     for item in self.tools or ()
@@ -147,6 +168,8 @@ class ChatRequest(ChoicesBody):
             self.max_tokens if limit is None else limit,
             self.sampling,
             self.chat_template_kwargs or {},
+            endings=caching.endings(marked, messages),
+            implicit=caching.implicit,
         )
 
 
@@ -184,8 +207,17 @@ def router(api: Endpoint) -> APIRouter:
     return routes
 
 
+def _texts(message: ChatMessage) -> Iterator[tuple[str, Breakpoint | None]]:
+    """The texts of its content, with the breakpoints on them."""
+    for part in message.content:
+        if isinstance(part, TextPart):
+            yield part.text, part.prompt_cache_breakpoint
+        else:
+            yield part.refusal, None
+
+
 def _message(message: ChatMessage) -> Message:
-    texts = [p.text if isinstance(p, TextPart) else p.refusal for p in message.content]
+    texts = [text for text, _ in _texts(message)]
     names = {"name", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
     members = message.model_dump(include=names, exclude_none=True)
     if message.tool_calls:

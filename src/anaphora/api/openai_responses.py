@@ -1,106 +1,42 @@
-"""OpenAI's Responses without a store: ``POST /v1/responses``.
+"""OpenAI's Responses: ``POST /v1/responses``, and what is stored of them.
 
-The whole conversation comes with every request. Reasoning items of earlier turns are left out.
+A request brings the whole conversation, or names a stored response that it continues. Reasoning
+items of earlier turns are left out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from anaphora.api import streams
-from anaphora.api.edge import Body, Count, Off, Zero
-from anaphora.api.endpoint import Endpoint, computed, takes
+from anaphora.api import openai_diagnostics, openai_items, streams
+from anaphora.api.edge import Body, Count, Off, Zero, query
+from anaphora.api.endpoint import Endpoint, asks, computed, takes
 from anaphora.api.errors import ApiError, as_api_error
-from anaphora.api.generation import Generation, call, tool
-from anaphora.api.openai_chat import ToolChoice
-from anaphora.api.replies import ResponseObject
+from anaphora.api.generation import Generation, tool
+from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
+from anaphora.api.openai_chat import ToolChoice, Verbosity
+from anaphora.api.openai_diagnostics import Likeness
+from anaphora.api.openai_items import Item
+from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Sampling, Started
-from anaphora.prompt.conversation import Conversation, Message, TextPart
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+from anaphora.errors import UnavailableError
+from anaphora.keys import Tenant
+from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
+from anaphora.responses import StoredResponse
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
-
-def _kind(item: Any) -> str:
-    """The type of an item; messages may leave it out."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
-
-
-class TextContent(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class RefusalContent(Body):
-    type: Literal["refusal"]
-    refusal: str
-
-
-Content = Annotated[
-    list[Annotated[TextContent | RefusalContent, Field(discriminator="type")]],
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[TextContent | RefusalContent]),
-]
-
-
-class MessageItem(Body):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-
-
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class FunctionOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-
-
-class CustomCallItem(Body):
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    input: str
-
-
-class CustomOutputItem(Body):
-    type: Literal["custom_tool_call_output"]
-    call_id: str
-    output: Content
-
-
-class ReasoningItem(Body):
-    type: Literal["reasoning"]
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
-    | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
 
 Items = Annotated[list[Item], Field(min_length=1)]
 
@@ -127,9 +63,23 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
+    verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(Body):
+class Reasoning(Body):
+    effort: str | None = None
+
+
+class CacheOptions(Body):
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    """Only fill the cache."""
+    comparison_response_id: str | None = None
+    """Tell where this request parts from that stored response."""
+
+
+class ResponsesRequest(CachingBody):
     model: str | None = None
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = None
@@ -140,41 +90,50 @@ class ResponsesRequest(Body):
     top_logprobs: Zero | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     background: Off = None
     conversation: None = None
     prompt: None = None
+    store: bool | None = None
+    """Whether a later request may continue this one; ``None``: it may."""
     previous_response_id: str | None = None
+    prompt_cache_options: CacheOptions | None = None
     metadata: dict[str, str] | None = None
     """Only sent back."""
 
     @property
-    def generation(self) -> Generation:
-        if self.previous_response_id is not None:
-            raise ApiError(
-                f"Previous response with id {self.previous_response_id!r} not found.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        messages = _messages(self.input)
-        if self.instructions:
-            messages.insert(0, Message("system", (TextPart(self.instructions),)))
-        tools = (_tool(item) for item in self.tools or () if item.shown)
-        conversation = Conversation(tuple(messages), tuple(tools))
-        sampling = Sampling(**self.given("temperature", "top_p"))
-        return Generation(conversation, self.max_output_tokens, sampling)
+    def cache_options(self) -> CacheOptions:
+        return self.prompt_cache_options or CacheOptions()
+
+    @property
+    def caching(self) -> Caching:
+        effort = self.reasoning.effort if self.reasoning else None
+        verbosity = self.text.verbosity if self.text else None
+        options = self.cache_options
+        return Caching(self.conditions(effort, verbosity), options.mode, options.ttl)
+
+    @property
+    def shown_tools(self) -> list[Plain]:
+        return [_tool(item) for item in self.tools or () if item.shown]
 
     @property
     def echo(self) -> dict[str, Any]:
         """What a response repeats of its request."""
+        options = self.cache_options
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_options": {
+                "mode": options.mode or "implicit",
+                "ttl": options.ttl or "30m",
+                "comparison_response_id": options.comparison_response_id,
+            },
+            "prompt_cache_retention": self.prompt_cache_retention,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
@@ -184,8 +143,117 @@ class ResponsesRequest(Body):
         }
 
 
+class ItemsQuery(Body):
+    """Which items of the input to list."""
+
+    after: str | None = None
+    """The id of the item before them."""
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request, and the conversation that it continues."""
+
+    body: ResponsesRequest
+    before: tuple[StoredResponse, ...] = ()
+
+    @property
+    def model(self) -> str | None:
+        return self.body.model
+
+    @property
+    def stream(self) -> bool | None:
+        return self.body.stream
+
+    @property
+    def generation(self) -> Generation:
+        body, caching = self.body, self.body.caching
+        earlier = openai_items.parse([item for turn in self.before for item in turn.items])
+        messages: list[Message] = []
+        if body.instructions:
+            messages.append(Message("system", (TextPart(body.instructions),)))
+        marked = openai_items.read([*earlier, *body.input], messages, caching)
+        return Generation(
+            Conversation(tuple(messages), tuple(body.shown_tools)),
+            0 if body.cache_options.prewarm else body.max_output_tokens,
+            Sampling(**body.given("temperature", "top_p")),
+            endings=caching.endings(marked, messages),
+            implicit=caching.implicit,
+        )
+
+
+class Exchange:
+    """A turn, its answer, and what is told and kept of them."""
+
+    def __init__(
+        self, api: Endpoint, tenant: Tenant, turn: Turn, compared: Likeness | Plain, answer: Answer
+    ) -> None:
+        """``compared`` is what to compare with, or what to say where that can't be."""
+        self.answer = answer
+        self.item_id = f"msg_{answer.request.id}"
+        self.head = {
+            "id": f"resp_{answer.request.id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": answer.model_name,
+            **turn.body.echo,
+            "store": turn.body.store is not False and api.responses is not None,
+        }
+        self._api = api
+        self._tenant = tenant
+        self._turn = turn
+        self._compared = compared
+
+    async def finish(self, text: str, started: Started, done: Done) -> dict[str, Any]:
+        """The finished response. It is stored by then, where it is to be and can be."""
+        body = self._turn.body
+        cut = done.reason == "length" and not body.cache_options.prewarm
+        status = "incomplete" if cut else "completed"
+        likeness = self._likeness(started)
+        reply = {
+            **self.head,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [_item(self.item_id, status, [openai_items.text_part(text)])] if text else [],
+            "prompt_cache_diagnostics": self._diagnostics(likeness, started),
+            "usage": _usage(started, done),
+        }
+        if reply["store"] and self._api.responses is not None:
+            stored = StoredResponse(
+                reply["id"],
+                body.previous_response_id,
+                openai_items.listed(body.input, self.answer.request.id),
+                reply,
+                asdict(likeness),
+            )
+            if not await self._api.responses.save(self._tenant.name, stored):
+                self._api.serving.metrics.count_lost_response(self._tenant.name)
+                reply["store"] = False
+        return reply
+
+    def _likeness(self, started: Started) -> Likeness:
+        return openai_diagnostics.likeness(
+            self._api.profile(self._tenant).name,
+            self.answer.model_name,
+            self._turn.body.caching.conditions,
+            self._turn.body.shown_tools,
+            self.answer.request.tokens,
+            started.read_tokens + started.written_tokens,
+        )
+
+    def _diagnostics(self, likeness: Likeness, started: Started) -> Plain:
+        if not isinstance(self._compared, Likeness):
+            return self._compared
+        tokens = self.answer.request.tokens
+        return openai_diagnostics.diagnose(self._compared, likeness, tokens, started.read_tokens)
+
+
 def router(api: Endpoint) -> APIRouter:
     routes = APIRouter()
+    one = "/v1/responses/{response_id}"
 
     @routes.post(
         "/v1/responses",
@@ -195,52 +263,91 @@ def router(api: Endpoint) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """The next answer in a conversation, in the protocol of OpenAI's Responses."""
         body, tenant, headers = await api.read(request, ResponsesRequest)
-        answer = await api.submit(request, body, tenant)
-        head = {
-            "id": f"resp_{answer.request.id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": answer.model_name,
-            **body.echo,
-        }
-        item_id = f"msg_{answer.request.id}"
+        before = await _conversation(api, tenant, body.previous_response_id)
+        compared = await _compared(api, tenant, body.cache_options.comparison_response_id)
+        turn = Turn(body, before)
+        answer = await api.submit(request, turn, tenant, quick=not before)
+        exchange = Exchange(api, tenant, turn, compared, answer)
         if body.stream:
-            events = _events(answer, head, item_id, api.options.heartbeat)
+            events = _events(exchange, api.options.heartbeat)
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
-        reply = _finished(head, item_id, finished.text, finished.started, finished.done)
+        reply = await exchange.finish(finished.text, finished.started, finished.done)
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
+
+    @routes.get(one, response_model=ResponseObject)
+    async def retrieve_response(request: Request, response_id: str) -> Response:
+        """A stored response, as it was answered."""
+        tenant = api.tenant(request)
+        if request.query_params.get("stream") == "true":
+            raise ApiError("stored responses can't be streamed: leave out stream", param="stream")
+        stored = api.responses and await api.responses.find(tenant.name, response_id)
+        if not stored:
+            raise _not_found(response_id)
+        return JSONResponse(stored.response)
+
+    @routes.delete(one, response_model=DeletedResponse)
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Forget a stored response."""
+        tenant = api.tenant(request)
+        if not api.responses or not await api.responses.delete(tenant.name, response_id):
+            raise _not_found(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @routes.get(f"{one}/input_items", response_model=InputItems, openapi_extra=asks(ItemsQuery))
+    async def list_input_items(request: Request, response_id: str) -> Response:
+        """The conversation that a stored response is the answer to, without instructions."""
+        tenant = api.tenant(request)
+        wanted = query(request, ItemsQuery)
+        turns = api.responses and await api.responses.conversation(tenant.name, response_id)
+        if not turns:
+            raise _not_found(response_id)
+        items = [item for turn in turns[:-1] for item in turn.items] + turns[-1].input
+        if wanted.order == "desc":
+            items.reverse()
+        if wanted.after is not None:
+            ids = [item["id"] for item in items]
+            if wanted.after not in ids:
+                raise ApiError(f"there is no item {wanted.after!r} in the list", param="after")
+            items = items[ids.index(wanted.after) + 1 :]
+        shown = items[: wanted.limit]
+        ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+        none = {"first_id": None, "last_id": None}
+        more = len(shown) < len(items)
+        return JSONResponse({"object": "list", "data": shown, "has_more": more, **none, **ends})
 
     return routes
 
 
-def _messages(items: Iterable[Item]) -> list[Message]:
-    """Items as messages; calls that follow each other or a text belong to one message."""
-    messages: list[Message] = []
-    for item in items:
-        match item:
-            case MessageItem():
-                messages.append(Message(item.role, _parts(item.content)))
-            case FunctionCallItem():
-                _add_call(messages, call(item.call_id, item.name, item.arguments))
-            case CustomCallItem():
-                _add_call(messages, call(item.call_id, item.name, {"input": item.input}))
-            case FunctionOutputItem() | CustomOutputItem():
-                fields = {"tool_call_id": item.call_id}
-                messages.append(Message("tool", _parts(item.output), fields))
-    return messages
+async def _conversation(
+    api: Endpoint, tenant: Tenant, previous_id: str | None
+) -> tuple[StoredResponse, ...]:
+    """What a request continues. Raises :class:`ApiError` where it isn't there."""
+    if previous_id is None:
+        return ()
+    turns = api.responses and await api.responses.conversation(tenant.name, previous_id)
+    if not turns:
+        raise ApiError(
+            f"Previous response with id '{previous_id}' not found.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return tuple(turns)
 
 
-def _add_call(messages: list[Message], made: Any) -> None:
-    before = messages.pop() if messages and messages[-1].role == "assistant" else None
-    content = before.content if before else ()
-    calls = before.fields.get("tool_calls", []) if before else []
-    messages.append(Message("assistant", content, {"tool_calls": [*calls, made]}))
+async def _compared(api: Endpoint, tenant: Tenant, response_id: str | None) -> Likeness | Plain:
+    """What to compare a request with, or what to say where that can't be."""
+    if response_id is None:
+        return None
+    try:
+        stored = api.responses and await api.responses.find(tenant.name, response_id)
+    except UnavailableError:  # a diagnosis never fails a request
+        return openai_diagnostics.UNAVAILABLE
+    return Likeness(**stored.likeness) if stored else openai_diagnostics.NOT_FOUND
 
 
-def _parts(content: Iterable[TextContent | RefusalContent]) -> tuple[TextPart, ...]:
-    texts = (part.text if isinstance(part, TextContent) else part.refusal for part in content)
-    return tuple(TextPart(text) for text in texts if text)
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(f"Response with id '{response_id}' not found.", status=404)
 
 
 def _tool(item: Tool) -> Any:
@@ -263,22 +370,17 @@ def _echoed(item: Tool) -> dict[str, Any]:
 
 
 def _usage(started: Started, done: Done) -> dict[str, Any]:
-    written = started.written_tokens
     return {
         "input_tokens": started.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": started.read_tokens,
-            "cache_write_tokens": written,
-            "cache_write_tokens_details": {"ttl_30m_tokens": written, "ttl_12h_tokens": 0},
+            "cache_write_tokens": started.written_tokens,
+            "cache_write_tokens_details": written_by_ttl(started),
         },
         "output_tokens": done.generated_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": started.prompt_tokens + done.generated_tokens,
     }
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _item(item_id: str, status: str, content: list[Any]) -> dict[str, Any]:
@@ -291,39 +393,28 @@ def _item(item_id: str, status: str, content: list[Any]) -> dict[str, Any]:
     }
 
 
-def _finished(
-    head: dict[str, Any], item_id: str, text: str, started: Started, done: Done
-) -> dict[str, Any]:
-    status = "incomplete" if done.reason == "length" else "completed"
-    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return {
-        **head,
-        "status": status,
-        "error": None,
-        "incomplete_details": details,
-        "output": [_item(item_id, status, [_text_part(text)])] if text else [],
-        "usage": _usage(started, done),
-    }
-
-
-async def _events(
-    answer: Answer, head: dict[str, Any], item_id: str, heartbeat: float
-) -> AsyncIterator[bytes]:
-    number = -1
+async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
+    number, item_id = -1, exchange.item_id
 
     def event(kind: str, **members: Any) -> bytes:
         nonlocal number
         number += 1
         return streams.event({"type": kind, "sequence_number": number, **members}, kind)
 
-    running = {**head, "error": None, "incomplete_details": None, "output": [], "usage": None}
+    running = {
+        **exchange.head,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
     running["status"] = "in_progress"
     place = {"item_id": item_id, "output_index": 0, "content_index": 0}
     texts: list[str] = []
     yield event("response.created", response=running)
     yield event("response.in_progress", response=running)
     try:
-        async for happened in answer.events(heartbeat):
+        async for happened in exchange.answer.events(heartbeat):
             match happened:
                 case None:
                     yield streams.COMMENT
@@ -333,18 +424,18 @@ async def _events(
                     if not texts:
                         item = _item(item_id, "in_progress", [])
                         yield event("response.output_item.added", output_index=0, item=item)
-                        part = _text_part("")
+                        part = openai_items.text_part("")
                         yield event("response.content_part.added", **place, part=part)
                     texts.append(happened)
                     kind = "response.output_text.delta"
                     yield event(kind, **place, delta=happened, logprobs=[])
                 case Done():
                     text = "".join(texts)
-                    reply = _finished(head, item_id, text, started, happened)
+                    reply = await exchange.finish(text, started, happened)
                     if texts:
                         kind = "response.output_text.done"
                         yield event(kind, **place, text=text, logprobs=[])
-                        part = _text_part(text)
+                        part = openai_items.text_part(text)
                         yield event("response.content_part.done", **place, part=part)
                         item = reply["output"][0]
                         yield event("response.output_item.done", output_index=0, item=item)

@@ -137,6 +137,33 @@ class IncompleteDetails(Reply):
     reason: Literal["max_output_tokens"]
 
 
+class PromptCacheOptions(Reply):
+    mode: Literal["implicit", "explicit"]
+    ttl: Literal["30m", "12h"]
+    comparison_response_id: str | None
+
+
+class CacheMiss(Reply):
+    """Where a request parts from the one it is compared with."""
+
+    type: Literal["cache_miss"]
+    reason: Literal[
+        "model_changed",
+        "prompt_cache_key_changed",
+        "tools_changed",
+        "text_format_changed",
+        "reasoning_effort_changed",
+        "verbosity_changed",
+        "input_changed",
+    ]
+    cache_missed_tokens: int
+    comparison_reusable_tokens: int
+
+
+class NoCacheMiss(Reply):
+    type: Literal["cache_hit", "comparison_response_not_found", "unavailable"]
+
+
 class ResponseObject(BaseModel):
     """A response; beside these it repeats members of its request."""
 
@@ -150,6 +177,34 @@ class ResponseObject(BaseModel):
     output: list[OutputMessage]
     usage: ResponseUsage
     metadata: dict[str, str]
+    store: bool
+    """Whether it is stored."""
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    prompt_cache_options: PromptCacheOptions
+    prompt_cache_diagnostics: CacheMiss | NoCacheMiss | None
+
+
+class DeletedResponse(Reply):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItem(BaseModel):
+    """An item as requests have them, and its id."""
+
+    id: str
+    type: str
+    status: Literal["completed", "incomplete"]
+
+
+class InputItems(Reply):
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class CacheCreation(Reply):
@@ -168,6 +223,20 @@ class MessageUsage(Reply):
     service_tier: Literal["standard"]
 
 
+class Divergence(Reply):
+    type: Literal["model_changed", "system_changed", "tools_changed", "messages_changed"]
+    """The first of them."""
+    cache_missed_input_tokens: int
+
+
+class NoComparison(Reply):
+    type: Literal["previous_message_not_found", "unavailable"]
+
+
+class CacheDiagnostics(Reply):
+    cache_miss_reason: Divergence | NoComparison
+
+
 class MessageText(Reply):
     type: Literal["text"]
     text: str
@@ -182,6 +251,7 @@ class AnthropicMessage(Reply):
     stop_reason: Literal["end_turn", "stop_sequence", "max_tokens", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: MessageUsage
+    diagnostics: CacheDiagnostics | None
 
 
 class TokenCount(Reply):

@@ -8,7 +8,9 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter
 
+from anaphora.api.books import Books, Origin, Outcome
 from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
 from anaphora.engine.protocol import Done, Event, Failed, Generated, Started
@@ -41,18 +43,23 @@ class Answer:
     """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
 
     def __init__(
-        self, serving: Serving, prepared: Prepared, tenant: str, model: Model, name: str
+        self, serving: Serving, prepared: Prepared, origin: Origin, model: Model, name: str
     ) -> None:
         self.model = model
         self.model_name = name
         self.request = prepared.request
-        self.tenant = tenant
+        self.spans = prepared.spans
+        self.rules = prepared.rules
+        self.origin = origin
         self.next_turn = prepared.next_turn
         self.started: Started | None = None
         self.done: Done | None = None
         self._serving = serving
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+        self._submitted = perf_counter()
+        self._generated = 0
+        """Tokens so far."""
         self._texts: list[str] = []
         self._given = 0
         """How many of the texts were given out."""
@@ -66,6 +73,13 @@ class Answer:
     def text(self) -> str:
         """What was generated so far."""
         return "".join(self._texts)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of it, once it has ended."""
+        seconds = perf_counter() - self._submitted
+        counts = self.started, self.done, self._generated
+        return Outcome(self.request, self.model_name, *counts, seconds)
 
     def receive(self, event: Event) -> None:
         """Called on the engine's thread with every event."""
@@ -132,6 +146,7 @@ class Answer:
                 self.started = event
                 self._serving.begin(self)
             case Generated():
+                self._generated += len(event.tokens)
                 if event.text:
                     self._texts.append(event.text)
             case Done():
@@ -150,10 +165,14 @@ class Serving:
     and those behind it wait until that model is loaded.
 
     :param max_waiting: how many may wait beside those the engine works on.
+    :param books: where requests that reached the engine are kept.
     """
 
-    def __init__(self, roster: Roster, *, max_waiting: int = 256) -> None:
+    def __init__(
+        self, roster: Roster, *, max_waiting: int = 256, books: Books | None = None
+    ) -> None:
         self.roster = roster
+        self.books = books or Books()
         self.metrics = Metrics(roster.model.info)
         self._max_waiting = max_waiting
         self._waiting = 0
@@ -243,24 +262,28 @@ class Serving:
             raise OverloadedError(self._waiting, self._retry_after())
 
     async def submit(
-        self, prepare: Callable[[Model], Prepared], *, tenant: str, model: str | None, quick: bool
+        self,
+        prepare: Callable[[Model], Prepared],
+        *,
+        origin: Origin,
+        model: str | None,
+        quick: bool,
     ) -> Answer:
         """Hand what ``prepare`` makes for the model called ``model`` to the engine.
 
-        ``tenant`` is whom the metrics count it for.
-
-        It runs on another thread, unless it is ``quick``: then the way there and back would take
-        longer than the work.
+        ``prepare`` runs on another thread, unless it is ``quick``: then the way there and back
+        would take longer than the work.
 
         Raises what :meth:`admit`, :meth:`model` and ``prepare`` raise.
         """
+        tenant = origin.tenant.name
         self.admit()
         self._unsettle()
         self._queue(tenant, +1)
         try:
             async with self.model(model) as (loaded, name):
                 prepared = prepare(loaded) if quick else await asyncio.to_thread(prepare, loaded)
-                answer = Answer(self, prepared, tenant, loaded, name)
+                answer = Answer(self, prepared, origin, loaded, name)
                 self._use(+1)
         except BaseException:
             self._queue(tenant, -1)
@@ -271,20 +294,26 @@ class Serving:
 
     def begin(self, answer: Answer) -> None:
         """The engine has begun with ``answer``."""
-        self._queue(answer.tenant, -1)
-        self._run(answer.tenant, +1)
-        if answer.started is not None:
-            self.metrics.count_prompt(answer.tenant, answer.started)
+        origin, started = answer.origin, answer.started
+        self._queue(origin.tenant.name, -1)
+        self._run(origin.tenant.name, +1)
+        if started is not None:
+            self.metrics.count_prompt(origin.tenant.name, started)
+            self.books.begin(
+                origin, answer.request, answer.model_name, answer.spans, answer.rules, started
+            )
 
     def end(self, answer: Answer) -> None:
         """The engine is done with ``answer``."""
+        tenant = answer.origin.tenant.name
         if answer.started is None:
-            self._queue(answer.tenant, -1)
+            self._queue(tenant, -1)
         else:
-            self._run(answer.tenant, -1)
+            self._run(tenant, -1)
         if answer.done is not None:
-            self.metrics.count_answer(answer.tenant, answer.done)
+            self.metrics.count_answer(tenant, answer.done)
             self._seconds += (answer.done.times.total - self._seconds) / 8
+        self.books.end(answer.origin, answer.outcome, answer.model.vocabulary)
         del self._answers[answer.request.id]
         self._use(-1)
         if not self._users and answer.done is not None and answer.done.reason != "cancelled":

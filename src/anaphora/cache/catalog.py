@@ -146,5 +146,5 @@ class Catalog:
 
 
 def _row_id(entry_id: EntryId) -> str:
-    owner, profile, key = entry_id
-    return json.dumps([owner, profile, key.hex()])
+    owner, profile, key, match = entry_id
+    return json.dumps([owner, profile, key.hex(), match])

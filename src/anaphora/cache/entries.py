@@ -11,13 +11,13 @@ from anaphora.cache.keys import Segment, Tokens
 from anaphora.clock import Clock
 
 LOCAL = "local"
-"""The automatic profile: everything computed is promised, and nothing expires."""
+"""The profile under which everything computed is promised, without being asked for."""
 
-Party = tuple[str, str]
-"""Owner and profile of an entry."""
+Party = tuple[str, str, bool]
+"""Owner and profile of entries, and whether they have a lifetime."""
 
-EntryId = tuple[str, str, bytes]
-"""Owner, profile and prefix key of an entry."""
+EntryId = tuple[str, str, bytes, str]
+"""Owner, profile, prefix key and match key of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,35 @@ class Entry:
     owner: str
     profile: str
     key: bytes
-    """Key of the prefix: of the block that ends at ``position`` where the chain is cut there."""
+    """Key of the prefix: of an automatic entry, that of the block it ends in, cut there; else from
+    :func:`anaphora.cache.keys.prefixes`."""
     position: int
     lifetime: float | None = None
     """Seconds; ``None``: until space is needed."""
     expires_at: float | None = None
     """Seconds since the Unix epoch."""
     written_by: str = "automatic"
+    match: str = ""
+    """What its profile matches on besides tokens."""
 
     @property
     def id(self) -> EntryId:
-        return self.owner, self.profile, self.key
+        return self.owner, self.profile, self.key, self.match
 
     @property
     def party(self) -> Party:
-        return self.owner, self.profile
+        return self.owner, self.profile, self.lifetime is not None
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody asked for it."""
+        return self.profile == LOCAL and not self.match
+
+    def outlives(self, other: Entry) -> bool:
+        """Whether it ends no sooner than ``other``."""
+        if self.expires_at is None or other.expires_at is None:
+            return self.expires_at is None
+        return self.expires_at >= other.expires_at
 
 
 class EntryTable:
@@ -55,6 +69,8 @@ class EntryTable:
         self._clock = clock
         self._blocks: dict[EntryId, Block] = {}
         self._expiries: list[tuple[float, EntryId]] = []
+        """A heap of times to look at an entry; it may have been refreshed since."""
+        self._next_look: dict[EntryId, float] = {}
         self.broken = 0
         """Promises broken since the start."""
         self.changed: set[EntryId] = set()
@@ -71,21 +87,34 @@ class EntryTable:
         return None if block is None else (block.entries[entry_id], block)
 
     def add(self, entry: Entry, block: Block) -> None:
-        """Write an entry whose position lies in ``block``, in place of one with the same id.
+        """Write an entry whose position lies in ``block``.
 
-        An entry with a lifetime and no expiry gets one. A ``local`` entry replaces those of the
-        same owner that are prefixes of it, and is left out where a longer one covers it.
+        One with the same id that ends no sooner stays instead. An entry with a lifetime and no
+        expiry gets one. An automatic entry replaces those of the same owner that are prefixes of
+        it and end no later, and is left out where a longer one covers it that ends no sooner.
         """
-        if entry.profile == LOCAL and entry.lifetime is None:
-            if _reach(block, {entry.party}) >= entry.position - block.start:
-                return
-            self._drop_prefixes(entry, block)
         if entry.lifetime is not None and entry.expires_at is None:
             entry = replace(entry, expires_at=self._clock.now() + entry.lifetime)
+        if entry.automatic:
+            if self._is_covered(entry, block):
+                return
+            self._drop_prefixes(entry, block)
+        same = self.find(entry.id)
+        if same is not None and same[0].outlives(entry):
+            return
         self.discard(entry.id)
         self._put(entry, block)
-        if entry.expires_at is not None:
-            heapq.heappush(self._expiries, (entry.expires_at, entry.id))
+
+    def refresh(self, entry_id: EntryId, start: float) -> None:
+        """An entry was read by a request that began at ``start``: it lives on from then."""
+        found = self.find(entry_id)
+        if found is None or found[0].lifetime is None:
+            return
+        entry, block = found
+        refreshed = replace(entry, expires_at=start + found[0].lifetime)
+        if not entry.outlives(refreshed):
+            block.entries[entry_id] = refreshed
+            self.changed.add(entry_id)
 
     def discard(self, entry_id: EntryId) -> None:
         block = self._blocks.pop(entry_id, None)
@@ -113,10 +142,35 @@ class EntryTable:
         """End every entry whose time is over."""
         now = self._clock.now()
         while self._expiries and self._expiries[0][0] <= now:
-            _, entry_id = heapq.heappop(self._expiries)
+            time, entry_id = heapq.heappop(self._expiries)
+            if self._next_look.get(entry_id) != time:
+                continue  # an earlier time was set since
+            del self._next_look[entry_id]
             found = self.find(entry_id)
-            if found and found[0].expires_at is not None and found[0].expires_at <= now:
+            if found is None or found[0].expires_at is None:
+                continue
+            if found[0].expires_at <= now:
                 self.discard(entry_id)
+            else:
+                self._look_at(entry_id, found[0].expires_at)
+
+    def lifetimes(self) -> dict[Block, float]:
+        """Blocks under living entries that somebody asked for, with the longest of their lifetimes
+        (seconds)."""
+        self.expire()
+        asked_for = [
+            (entry.lifetime, self._blocks[entry.id])
+            for entry in self
+            if entry.lifetime is not None and not entry.automatic
+        ]
+        asked_for.sort(key=lambda found: -found[0])
+        longest: dict[Block, float] = {}
+        for lifetime, block in asked_for:
+            for above in block.chain():
+                if above in longest:
+                    break  # and so is everything before it, for as long
+                longest[above] = lifetime
+        return longest
 
     def block_lost(self, block: Block) -> None:
         """``block`` is gone everywhere: shorten or end every entry over it."""
@@ -137,13 +191,16 @@ class EntryTable:
         for entry_id in list(self._blocks):
             self.discard(entry_id)
         self._expiries.clear()
+        self._next_look.clear()
 
     def read_tokens(
         self, index: Index, tokens: Tokens, segments: tuple[Segment, ...], profile: str = LOCAL
     ) -> int:
         """The longest common prefix (tokens) of a prompt with any entry of its segments' owners."""
         self.expire()
-        parties = {(segment.owner, profile) for segment in segments}
+        parties = {
+            (segment.owner, profile, timed) for segment in segments for timed in (False, True)
+        }
         found = index.longest(
             tokens, segments, lambda block, agreeing: min(agreeing, _reach(block, parties))
         )
@@ -155,11 +212,33 @@ class EntryTable:
         block.entries[entry.id] = entry
         for above in block.chain():
             above.promised[entry.party] = above.promised.get(entry.party, 0) + 1
+        if entry.expires_at is not None:
+            self._look_at(entry.id, entry.expires_at)
+
+    def _look_at(self, entry_id: EntryId, time: float) -> None:
+        if time < self._next_look.get(entry_id, float("inf")):
+            self._next_look[entry_id] = time
+            heapq.heappush(self._expiries, (time, entry_id))
+
+    def _is_covered(self, entry: Entry, block: Block) -> bool:
+        if _reach(block, {entry.party}) < entry.position - block.start:
+            return False
+        return entry.lifetime is None or any(
+            other.party == entry.party
+            and other.position >= entry.position
+            and other.outlives(entry)
+            for other in self.over(block)
+        )
 
     def _drop_prefixes(self, entry: Entry, block: Block) -> None:
         for above in block.chain():
             for shorter in list(above.entries.values()):
-                if shorter.party == entry.party and shorter.lifetime is None:
+                if (
+                    shorter.automatic
+                    and shorter.party == entry.party
+                    and shorter.position <= entry.position
+                    and entry.outlives(shorter)
+                ):
                     self.discard(shorter.id)
 
 

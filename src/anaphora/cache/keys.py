@@ -6,9 +6,10 @@ every token before it (the parent's key), its own tokens, and the salt of the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -127,6 +128,38 @@ def chain(
         blocks.append(link(parent, segment, start, tokens[start:end]))
         parent = blocks[-1].key
     return blocks
+
+
+class Prefix(NamedTuple):
+    """What a prefix of a prompt is: whose, and which."""
+
+    owner: str
+    """Of the segment it ends in."""
+    key: bytes
+    """32 bytes; unlike a block's key it does not depend on where blocks are cut."""
+
+
+def prefixes(
+    root: bytes, tokens: Tokens, segments: tuple[Segment, ...], positions: Iterable[int]
+) -> dict[int, Prefix]:
+    """The prefixes of a prompt that end at ``positions``, as far as these lie in it."""
+    wanted = sorted({position for position in positions if 0 < position <= len(tokens)})
+    if not wanted:
+        return {}
+    raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    found: dict[int, Prefix] = {}
+    parent, start = root, 0
+    for segment in segments:
+        end = len(tokens) if segment.end is None else min(segment.end, len(tokens))
+        if end <= start:
+            continue
+        hasher = blake3(b"anaphora prefix 1" + parent + segment_id(segment))
+        for position in [p for p in wanted if start < p < end] + [end]:
+            hasher.update(raw[4 * start : 4 * position])
+            start = position
+            found[position] = Prefix(segment.owner, hasher.digest())
+        parent = found[end].key
+    return {position: found[position] for position in wanted}
 
 
 def _digest(*fields: bytes) -> bytes:

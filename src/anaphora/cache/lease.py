@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from anaphora.cache import keys
@@ -9,6 +11,7 @@ from anaphora.cache.entries import LOCAL, Entry
 from anaphora.cache.index import Block, common_prefix
 from anaphora.cache.keys import BlockId, Segment, Tokens
 from anaphora.cache.tiers import Tiers
+from anaphora.profiles.decision import Decision
 
 
 class Lease:
@@ -40,8 +43,20 @@ class Lease:
                 self._chain.append(self._link(begin, end, segment))
                 self._hold(self._chain[-1])
 
-    def promise(self) -> None:
-        """Write entries for everything held, one for each owner of a part of it."""
+    def inherit(self, before: Lease) -> None:
+        """Hold what ``before``, soon to be closed, holds of the same tokens under a promise."""
+        common = common_prefix(self._tokens, before._tokens)
+        for block in before._held.values():
+            known = self._tiers.index.get(block.key) is block
+            if known and block.promised and block.end <= common and block.key not in self._held:
+                self._held[block.key] = block
+                block.live += 1
+
+    def promise(self, lifetime: float | None = None) -> None:
+        """Write automatic entries for everything held, one for each owner of a part of it.
+
+        They last for ``lifetime`` seconds, or until space is needed.
+        """
         ends = {block_id.end: block_id for block_id in self._chain}
         tail = self._tail()
         if tail is not None:
@@ -55,9 +70,37 @@ class Lease:
                 continue
             position = end
             block_id = ends[end]
-            block = self._covering(block_id) if block_id is tail else None
-            entry = Entry(segment.owner, LOCAL, block_id.key, end)
-            self._tiers.entries.add(entry, block or self._hold(block_id))
+            entry = Entry(segment.owner, LOCAL, block_id.key, end, lifetime)
+            self._tiers.entries.add(entry, self._block(block_id))
+
+    def write(self, profile: str, decision: Decision) -> None:
+        """Write the entries that ``profile`` has decided on, as far as their prefixes are held."""
+        found = keys.prefixes(
+            self._tiers.index.root.key,
+            self._tokens,
+            self._segments,
+            [write.position for write in decision.writes],
+        )
+        tail = self._tail()
+        ends = [block_id.end for block_id in self._chain]
+        for write in decision.writes:
+            if write.position not in found:
+                continue
+            which = bisect_left(ends, write.position)
+            block_id = self._chain[which] if which < len(ends) else tail
+            assert block_id is not None
+            owner, key = found[write.position]
+            entry = Entry(
+                owner,
+                profile,
+                key,
+                write.position,
+                write.lifetime,
+                decision.started + write.lifetime,
+                "breakpoint",
+                write.match,
+            )
+            self._tiers.entries.add(entry, self._block(block_id))
 
     def unsaved(self) -> list[BlockId]:
         """Blocks of what is held, with the tail, of which no tier has bytes as good; in order."""
@@ -101,6 +144,11 @@ class Lease:
             and block.has_bytes
             and block.at_least(block_id.end, self._decoded_from, exact=False)
         )
+
+    def _block(self, block_id: BlockId) -> Block:
+        """The block that an entry in ``block_id``, of the chain or the tail, hangs on."""
+        in_chain = bool(self._chain) and block_id.end <= self._chain[-1].end
+        return (None if in_chain else self._covering(block_id)) or self._hold(block_id)
 
     def _hold(self, block_id: BlockId) -> Block:
         """The block in the index, held; again if it was superseded since."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anaphora.cache.disk import DiskTier
-from anaphora.cache.entries import EntryTable
+from anaphora.cache.entries import LOCAL, EntryId, EntryTable
 from anaphora.cache.index import Block, Index
-from anaphora.cache.keys import DEFAULT_SEGMENTS, BlockId, Segment, Tokens
+from anaphora.cache.keys import DEFAULT_SEGMENTS, BlockId, Segment, Tokens, prefixes
 from anaphora.cache.lease import Lease
 from anaphora.cache.memory import MemoryTier
 from anaphora.cache.restore import Loaded, Piece, Restore
 from anaphora.cache.tiers import Tiers
 from anaphora.clock import Clock, SystemClock
+from anaphora.profiles import DEFAULT_PROFILE, Profile
+from anaphora.profiles.decision import Decision, Place, View
+from anaphora.profiles.outline import NO_OUTLINE, Outline
 
 __all__ = ["CacheStats", "Lease", "Loaded", "Match", "Misses", "Piece", "PrefixCache"]
 
@@ -92,7 +95,7 @@ class PrefixCache:
         clock: Clock | None = None,
     ) -> None:
         """``memory_budget`` in bytes; blocks that don't fit it one by one can't be cached."""
-        clock = clock or SystemClock()
+        self._clock = clock = clock or SystemClock()
         self._block_size = block_size
         self._disk = disk
         self._index = Index(root)
@@ -132,12 +135,57 @@ class PrefixCache:
         pieces = [Piece(block, min(block.end, end) - block.start) for block in last.chain()]
         return Match(tuple(reversed(pieces)))
 
-    def read_tokens(self, tokens: Tokens, segments: tuple[Segment, ...] = DEFAULT_SEGMENTS) -> int:
-        """How much of a prompt (tokens) counts as read from the cache, by the ``local`` rule.
+    def read_tokens(
+        self,
+        tokens: Tokens,
+        segments: tuple[Segment, ...] = DEFAULT_SEGMENTS,
+        profile: str = LOCAL,
+    ) -> int:
+        """How much of a prompt (tokens) is promised: its longest common prefix with any living
+        entry of its segments' owners. Under ``local`` that counts as read."""
+        return self.entries.read_tokens(self._index, tokens, segments, profile)
 
-        That is its longest common prefix with any living entry of its segments' owners.
+    def begin(
+        self,
+        tokens: Tokens,
+        segments: tuple[Segment, ...] = DEFAULT_SEGMENTS,
+        profile: Profile = DEFAULT_PROFILE,
+        outline: Outline = NO_OUTLINE,
+        *,
+        read: bool = True,
+        write: bool = True,
+    ) -> Decision:
+        """A request begins: what counts as read and written, by the rules of ``profile``.
+
+        Entries that it reads are refreshed. Those that it writes are left to
+        :meth:`Lease.write`, once it begins to answer.
         """
-        return self.entries.read_tokens(self._index, tokens, segments)
+        now = self._clock.now()
+        places = {(boundary.position, boundary.match) for boundary in outline.within(len(tokens))}
+        found = prefixes(
+            self._index.root.key, tokens, segments, {position for position, _ in places}
+        )
+        ids: dict[Place, EntryId] = {
+            (position, match): (found[position].owner, profile.name, found[position].key, match)
+            for position, match in places
+            if position in found
+        }
+        view = self._view(tokens, segments, profile.name, ids) if read else View()
+        decision = profile.decide(outline, len(tokens), view, now)
+        for place in decision.refreshed:
+            self.entries.refresh(ids[place], now)
+        return decision if write else replace(decision, written={}, writes=())
+
+    def _view(
+        self,
+        tokens: Tokens,
+        segments: tuple[Segment, ...],
+        profile: str,
+        ids: Mapping[Place, EntryId],
+    ) -> View:
+        reach = self.read_tokens(tokens, segments, profile)
+        entries = {place: self.entries.find(entry_id) for place, entry_id in ids.items()}
+        return View(reach, {p: found[0].expires_at for p, found in entries.items() if found})
 
     def restore(self, pieces: Sequence[Piece]) -> Generator[Loaded, None, None]:
         """The bytes of pieces of a match, in order, read ahead and checked in threads.

@@ -94,7 +94,7 @@ class Tiers:
         for part, size in sizes.items():
             while (buffer := self.memory.take(size, block, part)) is None:
                 victim = self.memory.held.next_victim(
-                    lambda held: held.pins > 0 or held.block in keep
+                    lambda held: held.pins > 0 or held.block in keep, self.entries.lifetimes
                 )
                 if victim is None:
                     self.give_back(buffers)
@@ -212,14 +212,21 @@ class Tiers:
                 self._declined.add(buffer)
 
     def _make_disk_room(self, block: Block, size: int) -> bool:
-        """Evict files used less recently than ``block`` until ``size`` more bytes fit."""
+        """Evict files until ``size`` more bytes fit: those used less recently than ``block``, or
+        promised for less long."""
         disk = self.disk
         assert disk is not None
         before = set(block.chain())
         while disk.used + size > disk.budget:
-            victim = disk.held.next_victim(lambda file: file.block in before)
-            if victim is None or victim.block.tick > block.tick:
+            victim = disk.held.next_victim(
+                lambda file: file.block in before, self.entries.lifetimes
+            )
+            if victim is None:
                 return False
+            if victim.block.tick > block.tick:
+                promised = self.entries.lifetimes()
+                if promised.get(victim.block, 0.0) >= promised.get(block, 0.0):
+                    return False
             disk.drop(victim)
             self.evicted_from_disk += 1
             self._ahead_of_disk.update(entry.id for entry in self.entries.over(victim.block))
@@ -267,7 +274,7 @@ class Tiers:
         if not found.complete:
             self._promise_what_is_there()
         while disk.used > disk.budget:
-            victim = disk.held.next_victim(lambda file: False)
+            victim = disk.held.next_victim(lambda file: False, self.entries.lifetimes)
             if victim is None:
                 break
             disk.drop(victim)

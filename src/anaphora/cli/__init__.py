@@ -13,10 +13,12 @@ import typer
 from anaphora import __version__
 from anaphora.cli import cache, keys
 from anaphora.cli.chat import chat
+from anaphora.cli.explain import explain
 from anaphora.cli.measure import bench, demo
 from anaphora.cli.output import fail, out
 from anaphora.cli.selftest import selftest
 from anaphora.cli.serve import serve
+from anaphora.cli.usage import usage
 from anaphora.errors import AnaphoraError
 
 app = typer.Typer(
@@ -25,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Prompt caching for models you run yourself.",
 )
-for command in (serve, chat, selftest, demo, bench):
+for command in (serve, chat, selftest, usage, explain, demo, bench):
     app.command()(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(cache.app, name="cache")

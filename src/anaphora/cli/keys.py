@@ -15,6 +15,7 @@ from rich.table import Table
 from anaphora.cli.output import AsJson, err, out
 from anaphora.config import variable
 from anaphora.keys import DEFAULT_KEYS_FILE, KeyFile
+from anaphora.profiles import PROFILES
 
 app = typer.Typer(no_args_is_help=True, help="Say who may use the server.")
 
@@ -36,14 +37,21 @@ def add(
     operator: Annotated[
         bool, typer.Option("--operator", help="It may see the metrics of all tenants.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PROFILES),
+            help="Whose caching rules count for its requests. Default: the server's profile.",
+        ),
+    ] = None,
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it. It is shown this once."""
-    key = KeyFile(keys_file).add(name, tenant, operator=operator)
+    key = KeyFile(keys_file).add(name, tenant, operator=operator, profile=profile)
     if as_json:
-        made = {"name": name, "tenant": tenant or name, "operator": operator, "key": key}
-        print(json.dumps(made))
+        made = {"name": name, "tenant": tenant or name, "operator": operator, "profile": profile}
+        print(json.dumps({**made, "key": key}))
         return
     print(key)  # alone on stdout, for $(anaphora keys add ...)
     err.print("This is shown once. Clients send it as their API key.")
@@ -55,7 +63,7 @@ def ls(keys_file: KeysFile = DEFAULT_KEYS_FILE, as_json: AsJson = False) -> None
     file = KeyFile(keys_file)
     records, shared = file.records(), file.shared()
     if as_json:
-        members = ("name", "tenant", "operator", "created")
+        members = ("name", "tenant", "operator", "profile", "created")
         listed = [
             {**{m: asdict(r)[m] for m in members}, "shared": shared.get(r.tenant)} for r in records
         ]
@@ -64,13 +72,14 @@ def ls(keys_file: KeysFile = DEFAULT_KEYS_FILE, as_json: AsJson = False) -> None
     if not records:
         out.print("no keys: the server takes requests from this machine only")
         return
-    table = Table("name", "tenant", "operator", "shares in", "made", box=box.SIMPLE)
+    table = Table("name", "tenant", "operator", "profile", "shares in", "made", box=box.SIMPLE)
     for record in records:
         made = datetime.fromtimestamp(record.created, UTC).astimezone()
         table.add_row(
             record.name,
             record.tenant,
             "yes" if record.operator else "",
+            record.profile or "",
             shared.get(record.tenant, ""),
             f"{made:%Y-%m-%d %H:%M}",
         )

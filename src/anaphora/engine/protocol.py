@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
 from anaphora.cache.store import CacheStats
 from anaphora.errors import AnaphoraError, SettingsError
+from anaphora.profiles import DEFAULT_PROFILE, Profile
+from anaphora.profiles.decision import Lifetime
+from anaphora.profiles.outline import NO_OUTLINE, Outline
 from anaphora.vocabulary import Vocabulary
 
 
@@ -28,8 +31,16 @@ class CacheHints:
     """In order of position; the last one has ``end=None``."""
     read: bool = True
     write: bool = True
+    profile: Profile = DEFAULT_PROFILE
+    """Whose rules say what counts as read and written. They change nothing about what is reused."""
+    outline: Outline = NO_OUTLINE
+    """Where prefixes of this prompt may end."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.profile, Profile):
+            raise SettingsError(f"profile is {self.profile!r}: use Local, Anthropic or OpenAI")
+        if not isinstance(self.outline, Outline):
+            raise SettingsError(f"outline is {self.outline!r}: use an Outline")
         if not all(isinstance(segment, Segment) for segment in self.segments):
             raise SettingsError("segments have to be a tuple of Segment")
         *ends, last = [segment.end for segment in self.segments] or [0]
@@ -131,6 +142,12 @@ class Request:
         if not isinstance(self.cache, CacheHints):
             raise SettingsError(f"cache is {self.cache!r}: use a CacheHints")
 
+    @property
+    def outline(self) -> Outline:
+        """Where the prompt's prefixes may end. Nobody asks for a background request: it has no
+        breakpoints, reads nothing for anybody, and its tokens need not be those outlined."""
+        return NO_OUTLINE if self.background else self.cache.outline
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -156,8 +173,17 @@ class Started:
     prompt_tokens: int
     read_tokens: int
     """What counts as read from the cache, decided by entries."""
-    written_tokens: int
-    """What counts as newly written to it."""
+    written_by_lifetime: Mapping[Lifetime, int]
+    """What counts as newly written to it; without zeros."""
+
+    @property
+    def written_tokens(self) -> int:
+        return sum(self.written_by_lifetime.values())
+
+    @property
+    def uncached_tokens(self) -> int:
+        """What counts as neither read nor written."""
+        return self.prompt_tokens - self.read_tokens - self.written_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,14 +18,15 @@ The same rules hold for every wire protocol:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
 
 from anaphora.cache.keys import Tokens
 from anaphora.errors import PromptError, TemplateError
+from anaphora.prompt.boundaries import Boundaries
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
 from anaphora.prompt.tokens import Prompt, Renderer
 
@@ -34,15 +35,34 @@ _GAP = TextPart("\n\n")
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A conversation in other words, and what became of its parts."""
+
+    conversation: Conversation
+    origins: tuple[tuple[int, ...], ...]
+    """Which messages each message holds, by number."""
+    tools: tuple[TextPart, ...] = ()
+    """The tools, where they are shown as texts."""
+
+
 def render(
-    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None = None
+    renderer: Renderer,
+    conversation: Conversation,
+    options: Mapping[str, Plain] | None = None,
+    *,
+    tool_ends: bool = False,
 ) -> Prompt:
     """The prompt that asks for the next answer in ``conversation``.
 
+    Its boundaries are those of the messages of ``conversation``, whatever form they are shown in.
+
     :param options: further variables for the template.
+    :param tool_ends: find out where each tool ends.
     :raises TemplateError: the template refuses the conversation in every form there is.
     :raises PromptError: there are no messages, or the last one is a call of a tool.
     """
+    count = len(conversation.messages)
     conversation = _normal(conversation)
     messages = conversation.messages
     if not messages:
@@ -50,7 +70,16 @@ def render(
     continued = messages[-1].role == "assistant"
     if continued and "tool_calls" in messages[-1].fields:
         raise PromptError("the last message calls a tool: its result has to follow")
-    return _render(renderer, conversation, options, opened=not continued, continued=continued)
+    prompt = _render(
+        renderer,
+        conversation,
+        options,
+        opened=not continued,
+        continued=continued,
+        tool_ends=tool_ends,
+    )
+    left_out = (Boundaries(None, ()),) * (count - len(messages))
+    return replace(prompt, boundaries=(*prompt.boundaries, *left_out))
 
 
 def render_answered(
@@ -105,23 +134,49 @@ def _render(
     *,
     opened: bool,
     continued: bool,
+    tool_ends: bool = False,
 ) -> Prompt:
     """The prompt in the first form that the template shows."""
     refused: TemplateError | None = None
     for form in _forms(conversation, renderer.shows_tools):
         try:
             prompt = renderer.render(
-                form,
+                form.conversation,
                 add_generation_prompt=opened,
                 continue_final=continued,
                 options=options,
+                tool_ends=tool_ends,
             )
         except TemplateError as error:
             refused = refused or error
         else:
-            if _in_place(prompt, form.messages):
-                return prompt
+            if _in_place(prompt, form.conversation.messages):
+                return _as_given(prompt, form, conversation.messages)
     raise refused or TemplateError("the chat template doesn't show the system messages")
+
+
+def _as_given(prompt: Prompt, form: _Form, messages: Sequence[Message]) -> Prompt:
+    """``prompt``, shown in ``form``, with the boundaries of ``messages``.
+
+    Where several are shown as one, each but the last ends with its text.
+    """
+    places = {
+        id(part): place
+        for message, shown in zip(form.conversation.messages, prompt.boundaries, strict=True)
+        for part, place in zip(message.content, shown.parts, strict=True)
+    }
+    ends = {
+        numbers[-1]: shown.end
+        for numbers, shown in zip(form.origins, prompt.boundaries, strict=True)
+        if numbers
+    }
+    boundaries = []
+    for number, message in enumerate(messages):
+        parts = tuple(places[id(part)] for part in message.content)
+        last = parts[-1] if parts else None
+        boundaries.append(Boundaries(ends.get(number, last), parts))
+    tools = tuple(places[id(tool)] for tool in form.tools) or prompt.tools
+    return replace(prompt, boundaries=tuple(boundaries), tools=tools)
 
 
 def _normal(conversation: Conversation) -> Conversation:
@@ -144,7 +199,8 @@ def _normal_message(message: Message, names: dict[str, str]) -> Message:
     of_call = str(fields.get("tool_call_id"))
     if role == "tool" and of_call in names:
         fields.setdefault("name", names[of_call])
-    return Message(role, message.content, fields)
+    # Every part is an object of its own: it is found again by that in whatever it is shown in.
+    return Message(role, tuple(TextPart(part.text) for part in message.content), fields)
 
 
 def _is_empty_answer(message: Message) -> bool:
@@ -164,22 +220,22 @@ def _with_parsed_arguments(call: Plain) -> Plain:
     return call
 
 
-def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[Conversation]:
+def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[_Form]:
     """``conversation`` as it is and in other words, the most faithful form first."""
     with_tools = bool(conversation.tools) or any(
         message.role == "tool" or "tool_calls" in message.fields
         for message in conversation.messages
     )
-    forms = [conversation] if shows_tools or not with_tools else []
+    each = tuple((number,) for number in range(len(conversation.messages)))
+    forms = [_Form(conversation, each)] if shows_tools or not with_tools else []
     if with_tools:
-        forms.append(_with_generic_tools(conversation))
+        forms.append(_with_generic_tools(_Form(conversation, each)))
     yield from forms
     # A leading system message keeps its form as long as it can: what is cached begins with it.
     for start in (1, 0):
         for form in forms:
-            if any(message.role == "system" for message in form.messages[start:]):
-                head, tail = form.messages[:start], form.messages[start:]
-                yield replace(form, messages=head + _without_system_role(tail))
+            if any(message.role == "system" for message in form.conversation.messages[start:]):
+                yield _without_system_role(form, start)
 
 
 def _in_place(prompt: Prompt, messages: Sequence[Message]) -> bool:
@@ -197,40 +253,47 @@ def _in_place(prompt: Prompt, messages: Sequence[Message]) -> bool:
     return True
 
 
-def _without_system_role(messages: Iterable[Message]) -> tuple[Message, ...]:
-    result: list[Message] = []
+def _without_system_role(form: _Form, start: int) -> _Form:
+    """``form`` without system messages from the one numbered ``start`` on."""
+    messages = form.conversation.messages
+    result, origins = list(messages[:start]), list(form.origins[:start])
     joins = False
-    for message in messages:
+    for message, origin in zip(messages[start:], form.origins[start:], strict=True):
         system = message.role == "system"
         if system:
             content = (TextPart("<system>\n"), *message.content, TextPart("\n</system>"))
             message = Message("user", content)
-        if message.role == "user" and result and result[-1].role == "user" and (system or joins):
-            before = result.pop()
+        behind_user = len(result) > start and result[-1].role == "user"
+        if message.role == "user" and behind_user and (system or joins):
+            before, origin = result.pop(), (*origins.pop(), *origin)
             fields = {**before.fields, **message.fields}
             message = Message("user", (*before.content, _GAP, *message.content), fields)
         result.append(message)
+        origins.append(origin)
         joins = system
-    return tuple(result)
+    conversation = replace(form.conversation, messages=tuple(result))
+    return replace(form, conversation=conversation, origins=tuple(origins))
 
 
-def _with_generic_tools(conversation: Conversation) -> Conversation:
-    messages = [_with_generic_calls(message) for message in conversation.messages]
-    if conversation.tools:
-        text = (
-            "You may call the functions described here, one JSON object a line:\n"
-            f"{''.join(_json(_function(tool)) + chr(10) for tool in conversation.tools)}"
+def _with_generic_tools(form: _Form) -> _Form:
+    messages = [_with_generic_calls(message) for message in form.conversation.messages]
+    origins = form.origins
+    tools = tuple(TextPart(_json(_function(tool)) + "\n") for tool in form.conversation.tools)
+    if tools:
+        opening = TextPart("You may call the functions described here, one JSON object a line:\n")
+        closing = TextPart(
             "To call one, write its name and arguments as JSON between tags:\n"
             '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
         )
+        content = (opening, *tools, closing)
         if messages[0].role == "system":
             first = messages.pop(0)
             gap = (_GAP,) if first.content else ()
-            content = (*first.content, *gap, TextPart(text))
+            content = (*first.content, *gap, *content)
         else:
-            first, content = Message("system"), (TextPart(text),)
+            first, origins = Message("system"), ((), *origins)
         messages.insert(0, replace(first, content=content))
-    return Conversation(tuple(messages))
+    return _Form(Conversation(tuple(messages)), origins, tools)
 
 
 def _with_generic_calls(message: Message) -> Message:

@@ -32,6 +32,13 @@ class CallEdge:
     message: int
 
 
+@dataclass(frozen=True, slots=True)
+class ToolEdge:
+    """A tool's description, or its name where it has none, as the way to the tool's end."""
+
+    tool: int
+
+
 def edges(messages: Sequence[Message], *, joined: bool) -> Iterator[Edge | CallEdge]:
     """The edges of ``messages``; ``joined``: the template gets a message's parts as one string."""
     for number, message in enumerate(messages):
@@ -62,6 +69,38 @@ def with_called_name(fields: Mapping[str, Plain], name: str) -> dict[str, Plain]
     else:
         last = {**last, "name": name}
     return {**fields, "tool_calls": [*others, last]}
+
+
+def with_mark(tool: Plain, mark: str) -> Plain:
+    """``tool`` with a mark at the end of its description or name; as it is where it has neither."""
+    wrapped = isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+    function = tool["function"] if wrapped else tool
+    if not isinstance(function, dict):
+        return tool
+    texts = [name for name in ("description", "name") if isinstance(function.get(name), str)]
+    name = next((name for name in texts if function[name].strip()), None)
+    if name is None:
+        return tool
+    bare = function[name].rstrip()
+    marked = {**function, name: bare + mark + function[name][len(bare) :]}
+    return {**tool, "function": marked} if wrapped else marked
+
+
+def behind(text: str, place: int, rest: str) -> int:
+    """Where ``rest`` ends in ``text``, as far as it follows ``place``; white space may differ."""
+    if text.startswith(rest, place):
+        return place + len(rest)
+    end = place
+    for character in rest:
+        if character.isspace():
+            continue
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if not text.startswith(character, place):
+            break
+        place += 1
+        end = place
+    return end
 
 
 class Marks:

@@ -9,6 +9,7 @@ in some models) is text by that measure and is recognized wherever it stands.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,12 @@ from anaphora.prompt.marks import (
     CallEdge,
     Edge,
     Marks,
+    ToolEdge,
+    behind,
     called_name,
     edges,
     with_called_name,
+    with_mark,
 )
 from anaphora.prompt.template import CHATML, ChatTemplate
 from anaphora.vocabulary import Vocabulary
@@ -44,6 +48,10 @@ class Prompt:
     """What the template wrote; a BOS token that was added does not show in it."""
     boundaries: tuple[Boundaries, ...]
     """One for each message. Positions never decrease."""
+    tools: tuple[int | None, ...] = ()
+    """Where each tool ends in the prompt, in tokens from its start, where that was asked for.
+    ``None``: the template doesn't show. It is the last token boundary not after the end of the
+    tool's JSON, or of its description where the template has another form for the rest."""
 
 
 def encode_text(vocabulary: Vocabulary, text: str) -> Tokens:
@@ -87,6 +95,7 @@ class Renderer:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         options: Mapping[str, Plain] | None = None,
+        tool_ends: bool = False,
     ) -> Prompt:
         """The prompt of ``conversation``.
 
@@ -94,23 +103,34 @@ class Renderer:
         :param continue_final: end with the text of the last message, so that the model goes on
             with it. White space at its end stays where the template leaves it.
         :param options: further variables for the template (``enable_thinking``, ...).
+        :param tool_ends: find out where each tool ends.
         :raises TemplateError: see :meth:`anaphora.prompt.template.ChatTemplate.render`; or the
             end of the last message's text cannot be told.
         :raises PromptError: the conversation leaves no character to guard it with.
         """
         request = _Request(
-            self._template, self._control, conversation, add_generation_prompt, plain(options or {})
+            self._template,
+            self._control,
+            conversation,
+            add_generation_prompt,
+            plain(options or {}),
+            tool_ends=tool_ends,
         )
         guarded = request.render()
         positions = request.positions(guarded)
+        tools = request.tool_ends(guarded, positions) if tool_ends else []
         if continue_final:
             guarded = guarded[: request.final_end(guarded, positions)]
         layout = Layout(
             self._vocabulary, self._control, self._pieces, guarded, request.guard.character
         )
-        places = Places(guarded, conversation.messages, positions)
+        of_messages = {
+            edge: place for edge, place in positions.items() if not isinstance(edge, ToolEdge)
+        }
+        places = Places(guarded, conversation.messages, of_messages)
         found = places.boundaries(layout, self._vocabulary.end_of_generation)
-        return Prompt(layout.tokens, layout.text, found)
+        ends = (None if place is None else layout.token_at(place) for place in tools)
+        return Prompt(layout.tokens, layout.text, found, tuple(ends))
 
 
 class _Request:
@@ -123,6 +143,8 @@ class _Request:
         conversation: Conversation,
         add_generation_prompt: bool,
         options: Mapping[str, Plain],
+        *,
+        tool_ends: bool,
     ) -> None:
         self._template = template
         self._messages = conversation.messages
@@ -138,23 +160,32 @@ class _Request:
         self._tools = self.guard.value(conversation.tools)
         self._options = self.guard.value(options)
         self._fields = [self.guard.value(message.fields) for message in self._messages]
-        self._edges = list(edges(self._messages, joined=not template.wants_parts))
+        self._edges: list[Edge | CallEdge | ToolEdge] = [
+            *edges(self._messages, joined=not template.wants_parts)
+        ]
+        if tool_ends:
+            self._edges += [ToolEdge(number) for number in range(len(conversation.tools))]
         self._marks = Marks(alphabet, len(self._edges))
 
     def render(self, marked: Sequence[int] = ()) -> str:
         """The guarded text, with a mark at each of the edges given by number."""
         of_message: dict[int, list[int]] = {}
+        tools = list(self._tools)
         for number in marked:
-            of_message.setdefault(self._edges[number].message, []).append(number)
+            edge = self._edges[number]
+            if isinstance(edge, ToolEdge):
+                tools[edge.tool] = with_mark(tools[edge.tool], self._marks.write(number))
+            else:
+                of_message.setdefault(edge.message, []).append(number)
         return self._template.render(
             [self._render_input(i, of_message.get(i, ())) for i in range(len(self._messages))],
-            tools=self._tools,
+            tools=tools,
             add_generation_prompt=self._add_generation_prompt,
             options=self._options,
             now=self._now,
         )
 
-    def positions(self, guarded: str) -> dict[Edge | CallEdge, int | None]:
+    def positions(self, guarded: str) -> dict[Edge | CallEdge | ToolEdge, int | None]:
         """Where in ``guarded`` the edges lie; ``None`` where the template dropped the mark.
 
         Some templates compare or cut content, so that a mark changes what they do. Then the
@@ -179,9 +210,26 @@ class _Request:
                 waiting += [group[:middle], group[middle:]]
         return {self._edges[number]: found.get(number) for number in accepted}
 
-    def final_end(self, guarded: str, positions: Mapping[Edge | CallEdge, int | None]) -> int:
+    def tool_ends(
+        self, guarded: str, positions: Mapping[Edge | CallEdge | ToolEdge, int | None]
+    ) -> list[int | None]:
+        """Where each tool ends in ``guarded``; ``None``: that cannot be told."""
+        ends: list[int | None] = []
+        for number, tool in enumerate(self._tools):
+            place = positions.get(ToolEdge(number))
+            if place is not None:
+                mark = self._marks.write(0)
+                written = json.dumps(with_mark(tool, mark), ensure_ascii=False)
+                place = behind(guarded, place, written.partition(mark)[2])
+            ends.append(place)
+        return ends
+
+    def final_end(
+        self, guarded: str, positions: Mapping[Edge | CallEdge | ToolEdge, int | None]
+    ) -> int:
         """Where the text of the last message ends in ``guarded``."""
-        last = self._edges[-1] if self._edges else None
+        of_messages = [edge for edge in self._edges if not isinstance(edge, ToolEdge)]
+        last = of_messages[-1] if of_messages else None
         if isinstance(last, Edge) and last.message == len(self._messages) - 1:
             place = positions.get(last)
             if place is not None:

@@ -47,6 +47,8 @@ from anaphora.engine.protocol import (
 )
 from anaphora.engine.text import TextStream
 from anaphora.errors import AnaphoraError, EngineError, PromptError, PromptTooLongError
+from anaphora.profiles import Local
+from anaphora.profiles.decision import Decision
 from anaphora.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class _Job:
     decoding: bool = False
     looked_up: bool = False
     started: bool = False
+    decision: Decision = field(default_factory=lambda: Decision(0, 0.0))
     computed: int = 0
     began: float = 0.0
     restore_seconds: float = 0.0
@@ -425,13 +428,18 @@ class LlamaEngine:
         return True
 
     def _announce(self, job: _Job, found: Found) -> None:
-        request = job.request
-        read = 0
-        if request.cache.read and self._info.caching:
-            read = self._cache.read_tokens(request.tokens, request.cache.segments)
-        writes = request.cache.write and self._info.caching
-        count = len(request.tokens)
-        self._emit(Started(request.id, found, count, read, count - read if writes else 0))
+        request, hints = job.request, job.request.cache
+        if self._info.caching:
+            job.decision = self._cache.begin(
+                request.tokens,
+                hints.segments,
+                hints.profile,
+                request.outline,
+                read=hints.read,
+                write=hints.write,
+            )
+        read, written = job.decision.read, job.decision.written
+        self._emit(Started(request.id, found, len(request.tokens), read, written))
 
     @property
     def _limit(self) -> int:
@@ -544,6 +552,8 @@ class LlamaEngine:
         if job.request.want_logits and not job.generated:
             job.logits = self._context.logits()
         self._keep_promise(job, live.held)
+        if live.kept:
+            live.lease.write(job.request.cache.profile.name, job.decision)
         if job.request.max_tokens == 0:
             self._finish(job, "length")
             return
@@ -677,7 +687,9 @@ class LlamaEngine:
         assert live is not None
         if live.kept and not (self._exact and live.decoded_from is not None):
             live.lease.advance(tokens, live.decoded_from)
-            live.lease.promise()
+            profile = job.request.cache.profile
+            if isinstance(profile, Local):
+                live.lease.promise(profile.lifetime)
 
     def _retire(self, job: _Job, live: LiveSequence) -> None:
         """A request is done: keep its sequence for the next one, if it may be kept."""
@@ -694,7 +706,7 @@ class LlamaEngine:
                 f"{request.id}/refill",
                 tokens,
                 max_tokens=0,
-                cache=CacheHints(request.cache.segments),
+                cache=CacheHints(request.cache.segments, profile=request.cache.profile),
                 background=True,
             )
         )

@@ -112,6 +112,7 @@ class LiveSequences:
         live.segments, live.kept, live.busy = segments, kept, True
         live.lease = self._cache.lease(segments)
         live.declare()
+        live.lease.inherit(before)
         before.close()
 
     def restore(self, live: LiveSequence, pieces: Sequence[Piece], length: int) -> tuple[int, int]:

@@ -30,6 +30,8 @@ from anaphora.engine.reference.model import Floats
 from anaphora.engine.reference.sampler import Sampler
 from anaphora.engine.text import TextStream
 from anaphora.errors import AnaphoraError, PromptError, PromptTooLongError
+from anaphora.profiles import Local
+from anaphora.profiles.decision import Decision
 from anaphora.vocabulary import Vocabulary
 
 CHUNK = 256
@@ -60,6 +62,7 @@ class _Sequence:
     """The first of them that came from a decode step; the later ones build on it."""
     lease: Lease | None = None
     started: bool = False
+    decision: Decision = field(default_factory=lambda: Decision(0, 0.0))
     prompt_computed: int = 0
     prompt_logits: Floats | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
@@ -255,6 +258,9 @@ class ReferenceEngine:
                 if sequence.request.want_logits:
                     sequence.prompt_logits = logits
                 self._promise(sequence, sequence.computed)
+                if sequence.lease is not None:
+                    profile = sequence.request.cache.profile
+                    sequence.lease.write(profile.name, sequence.decision)
             token = sequence.sampler.sample(logits, sequence.tokens)
         self._answer(sequence, token)
 
@@ -304,7 +310,9 @@ class ReferenceEngine:
     def _promise(self, sequence: _Sequence, length: int) -> None:
         if sequence.lease is not None:
             sequence.lease.advance(sequence.held()[:length], sequence.decoded_from)
-            sequence.lease.promise()
+            profile = sequence.request.cache.profile
+            if isinstance(profile, Local):
+                sequence.lease.promise(profile.lifetime)
 
     def _idle(self) -> float | None:
         """Store a block, or let the cache do its own work."""
@@ -352,13 +360,18 @@ class ReferenceEngine:
     # Events.
 
     def _emit_started(self, sequence: _Sequence, found: Found) -> None:
-        hints, prompt = sequence.request.cache, sequence.request.tokens
-        read = written = 0
-        if self._cache is not None and hints.read:
-            read = self._cache.read_tokens(prompt, hints.segments)
-        if self._cache is not None and hints.write:
-            written = len(prompt) - read
-        self._emit(Started(sequence.request.id, found, len(prompt), read, written))
+        request, hints = sequence.request, sequence.request.cache
+        if self._cache is not None:
+            sequence.decision = self._cache.begin(
+                request.tokens,
+                hints.segments,
+                hints.profile,
+                request.outline,
+                read=hints.read,
+                write=hints.write,
+            )
+        read, written = sequence.decision.read, sequence.decision.written
+        self._emit(Started(request.id, found, len(request.tokens), read, written))
 
     def _emit_done(self, sequence: _Sequence, reason: FinishReason) -> None:
         total = time.perf_counter() - sequence.submitted
