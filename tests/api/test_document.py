@@ -54,7 +54,7 @@ def test_requests_from_the_document(server: Server, tmp_path: Path) -> None:
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Tested: 13" in done.stdout
+    assert "Tested: 14" in done.stdout
 
 
 def test_the_document_describes_every_route(server: Server) -> None:

@@ -159,7 +159,7 @@ def test_what_is_refused_or_only_counted_has_no_row(serve: Serve, books: Books, 
 
 
 def test_a_request_that_fails_has_a_row(serve: Serve, books: Books, path: Path) -> None:
-    server = serve(books=books)
+    server = serve(books=books, engine="process")
     stream = events(
         server, "chat", {"messages": TURNS, "max_tokens": 5000, "logit_bias": NEVER_ENDING}
     )
