@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ from typer.testing import CliRunner
 
 from anaphora.api.books import Books
 from anaphora.api.endpoint import Options
+from anaphora.api.serving import Serving
 from anaphora.cli import app
+from anaphora.clock import ManualClock
 from anaphora.diagnose.memory import PromptMemory
 from anaphora.keys import KeyFile, Keys
+from anaphora.model import Model
+from anaphora.profiles import PROFILES, Anthropic, Local
+from anaphora.roster import Choice, Roster
+from anaphora.settings import Settings
 from tests.api.conftest import DOCUMENT, Serve, Server
 from tests.api.talk import PATHS, PROTOCOLS, Protocol, events, request, system, user
 from tests.tiny_models import CONTROL
@@ -121,6 +129,100 @@ def test_tools_in_another_order_and_another_tool(
         found = explained(server, reply["id"])
         assert found["cause"] == cause, found
     assert "delete is new" in found["sentence"]
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def marked(blocks: int = 0) -> Json:
+    """A message with a breakpoint in it and, so many blocks later, another one at its end."""
+    parts = [{"type": "text", "text": DOCUMENT, **MARK}]
+    parts += [{"type": "text", "text": f" Block {number}."} for number in range(blocks)]
+    parts[-1].update(MARK)
+    return {"max_tokens": 1, "messages": [{"role": "user", "content": parts}]}
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def timed(tiny_llama: Path, clock: ManualClock) -> Iterator[Server]:
+    """A server with Anthropic's rules, and promises that last a minute under the local ones."""
+    settings = Settings(cache_dir=None, memory_budget=64 << 20, threads=1, engine="thread")
+    models = Roster([Choice("tiny", tiny_llama)], lambda path: Model(path, settings, clock))
+    profiles = {**PROFILES, "anthropic": Anthropic(minimum=200), "local": Local(lifetime=60)}
+    server = Server(Serving(models.__enter__()), Options(profiles=profiles))
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_what_has_expired_is_told(timed: Server, clock: ManualClock) -> None:
+    for options, body in (
+        (timed.options, request("chat", [user("Expired. " + DOCUMENT)])),
+        (replace(timed.options, profile="anthropic"), marked()),
+    ):
+        timed.options = options
+        server = Server(timed.serving, options)
+        server.start()
+        protocol: Protocol = "messages" if "anthropic" in options.profile else "chat"
+        before = post(server, protocol, body).json()["id"]
+        assert explained(server, before)["cause"] == "first_request"
+        clock.advance(59)
+        assert explained(server, post(server, protocol, body).json()["id"])["cause"] in (
+            *("nothing_missed", "appended"),
+        )
+        clock.advance(301)
+        found = explained(server, post(server, protocol, body).json()["id"])
+        assert found["cause"] == "expired"
+        assert "lifetime was over" in found["sentence"]
+        assert found["read_tokens"] == 0
+
+
+def test_what_was_evicted_is_told(serve: Serve) -> None:
+    server = serve(cache_dir=None, memory_budget=1 << 20, context_size=2048, block_size=64)
+    body = request("chat", [user(DOCUMENT)])
+    post(server, "chat", body)
+    for number in range(12):
+        post(server, "chat", request("chat", [user(f"Other {number}. {DOCUMENT}")]))
+    found = explained(server, post(server, "chat", body).json()["id"])
+    assert found["cause"] == "evicted"
+    assert "space had been needed" in found["sentence"]
+    again = explained(server, post(server, "chat", body).json()["id"])
+    assert again["cause"] == "nothing_missed", "it was computed and promised again"
+
+
+def test_what_a_damaged_file_cost_is_told(serve: Serve, tmp_path: Path) -> None:
+    settings: Json = {"cache_dir": tmp_path / "cache", "context_size": 2048}
+    body = request("chat", [user(DOCUMENT)])
+    server = serve(**settings)
+    post(server, "chat", body)
+    server.stop()
+    for file in (tmp_path / "cache").rglob("*.base"):
+        file.write_bytes(b"damaged")
+    server = serve(**settings)
+    post(server, "chat", request("chat", [user("Hi")]))
+    found = explained(server, post(server, "chat", body).json()["id"])
+    assert found["cause"] == "lost"
+
+
+def test_what_lies_too_far_before_a_breakpoint_is_told(serve: Serve) -> None:
+    rules = {**PROFILES, "anthropic": Anthropic(minimum=200)}
+    server = serve(options=Options(profile="anthropic", profiles=rules))
+    post(server, "messages", marked())
+    body = marked(20)
+    del body["messages"][0]["content"][0]["cache_control"]
+    found = explained(server, post(server, "messages", body).json()["id"])
+    assert found["cause"] == "out_of_reach"
+    assert found["nearest"]["shared_tokens"] > 200
+    body = marked(19)
+    body["messages"][0]["content"][0]["text"] = "Else. " + DOCUMENT
+    post(server, "messages", body)
+    del body["messages"][0]["content"][0]["cache_control"]
+    found = explained(server, post(server, "messages", body).json()["id"])
+    assert found["cause"] == "nothing_missed"
 
 
 def test_another_tenants_request_is_as_unknown_as_none(serve: Serve, tmp_path: Path) -> None:

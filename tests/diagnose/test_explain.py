@@ -207,13 +207,14 @@ def test_reasons_of_the_cache_go_before_those_of_the_text() -> None:
     parts: list[tuple[Place | None, str]] = [(SYSTEM, FILLER), QUESTION]
     changed: list[tuple[Place | None, str]] = [(SYSTEM, FILLER), (message(1), "Why?")]
     earlier = remembered(parts, "earlier")
-    for name in ("expired", "evicted", "out_of_reach"):
-        found = cause(earlier, decided(changed, **{name: 200}))
+    for name in ("expired", "evicted", "lost", "out_of_reach"):
+        found = cause(earlier, decided(changed, unread={name: 200}))
         assert found.cause == name
         assert "200" in found.sentence
         assert found.difference is not None, "where they part is told all the same"
-        assert cause(earlier, decided(changed, read=200, **{name: 150})).cause == "new_message"
-    found = cause(earlier, decided(changed, expired=100, evicted=150))
+        found = cause([], decided(changed, unread={name: 200}))
+        assert (found.cause, found.nearest) == (name, None), "its request is remembered no more"
+    found = cause(earlier, decided(changed, unread={"expired": 100, "evicted": 150}))
     assert found.cause == "evicted", "the one that would have reached furthest"
 
 

@@ -99,11 +99,11 @@ class Books:
         """Remember the prompt of a request whose prefix is restored."""
         hints = request.cache
         match = {"model": model, "profile": hints.profile.name}
-        decision = Decision(started.read_tokens)
+        decision = Decision(started.read_tokens, unread=started.unread)
         if not isinstance(hints.profile, Local):
             ends = _breakpoints(hints.profile, hints.outline)
             positions = tuple(sorted({end.position for end in ends}))
-            decision = Decision(started.read_tokens, positions, hints.profile.minimum)
+            decision = replace(decision, breakpoints=positions, minimum=hints.profile.minimum)
             # Of what else has to be equal only a hash is known.
             match[_CONDITIONS[hints.profile.name]] = ends[-1].match if ends else ""
         prompt = Remembered(origin.id, origin.time, request.tokens, spans, match, decision, rules)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from anaphora.cache.index import Block, Index
 from anaphora.cache.keys import Segment, Tokens
 from anaphora.clock import Clock
+from anaphora.profiles.decision import Loss
 
 LOCAL = "local"
 """The profile under which everything computed is promised, without being asked for."""
@@ -18,6 +20,9 @@ Party = tuple[str, str, bool]
 
 EntryId = tuple[str, str, bytes, str]
 """Owner, profile, prefix key and match key of an entry."""
+
+_MOST_LOSSES = 20_000
+"""Ids of entries that are gone, about 5 MB of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,9 @@ class EntryTable:
         """Promises broken since the start."""
         self.changed: set[EntryId] = set()
         """Ids added, changed or removed since somebody last cleared this set."""
+        self.losses: OrderedDict[EntryId, Loss] = OrderedDict()
+        """Why entries are gone, the latest. Automatic ones end block by block: by the key of a full
+        block stands whether one reached its end."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -151,6 +159,7 @@ class EntryTable:
                 continue
             if found[0].expires_at <= now:
                 self.discard(entry_id)
+                self._remember(*found, "expired")
             else:
                 self._look_at(entry_id, found[0].expires_at)
 
@@ -172,11 +181,12 @@ class EntryTable:
                 longest[above] = lifetime
         return longest
 
-    def block_lost(self, block: Block) -> None:
+    def block_lost(self, block: Block, why: Loss = "evicted") -> None:
         """``block`` is gone everywhere: shorten or end every entry over it."""
         for entry in self.over(block):
             self.discard(entry.id)
             self.broken += 1
+            self._remember(entry, block, why)
             left = block.parent
             if entry.profile == LOCAL and left is not None and left.parent is not None:
                 self.add(replace(entry, key=left.key, position=left.end), left)
@@ -192,6 +202,7 @@ class EntryTable:
             self.discard(entry_id)
         self._expiries.clear()
         self._next_look.clear()
+        self.losses.clear()
 
     def read_tokens(
         self, index: Index, tokens: Tokens, segments: tuple[Segment, ...], profile: str = LOCAL
@@ -208,12 +219,23 @@ class EntryTable:
 
     def _put(self, entry: Entry, block: Block) -> None:
         self.changed.add(entry.id)
+        if self.losses:
+            for lost in _ids(entry, block.chain()):
+                self.losses.pop(lost, None)
         self._blocks[entry.id] = block
         block.entries[entry.id] = entry
         for above in block.chain():
             above.promised[entry.party] = above.promised.get(entry.party, 0) + 1
         if entry.expires_at is not None:
             self._look_at(entry.id, entry.expires_at)
+
+    def _remember(self, entry: Entry, block: Block, why: Loss) -> None:
+        """``entry`` has ended: all of it, or where it is lost, what of it is in ``block``."""
+        for lost in _ids(entry, block.chain() if why == "expired" else (block,)):
+            self.losses[lost] = why
+            self.losses.move_to_end(lost)
+        while len(self.losses) > _MOST_LOSSES:
+            self.losses.popitem(last=False)
 
     def _look_at(self, entry_id: EntryId, time: float) -> None:
         if time < self._next_look.get(entry_id, float("inf")):
@@ -240,6 +262,16 @@ class EntryTable:
                     and entry.outlives(shorter)
                 ):
                     self.discard(shorter.id)
+
+
+def _ids(entry: Entry, blocks: Iterable[Block]) -> Iterator[EntryId]:
+    """What the loss of an entry is remembered by; an automatic one's, block by block."""
+    if not entry.automatic:
+        yield entry.id
+        return
+    for block in blocks:
+        if block.id.owner == entry.owner:
+            yield entry.owner, entry.profile, block.key, entry.match
 
 
 def _reach(block: Block, parties: set[Party]) -> int:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from anaphora.cache.disk import DiskTier
 from anaphora.cache.entries import LOCAL, EntryId, EntryTable
 from anaphora.cache.index import Block, Index
-from anaphora.cache.keys import DEFAULT_SEGMENTS, BlockId, Segment, Tokens, prefixes
+from anaphora.cache.keys import DEFAULT_SEGMENTS, BlockId, Segment, Tokens, chain, prefixes
 from anaphora.cache.lease import Lease
 from anaphora.cache.memory import MemoryTier
 from anaphora.cache.restore import Loaded, Piece, Restore
 from anaphora.cache.tiers import Tiers
 from anaphora.clock import Clock, SystemClock
 from anaphora.profiles import DEFAULT_PROFILE, Profile
-from anaphora.profiles.decision import Decision, Place, View
+from anaphora.profiles.decision import Decision, Place, Unread, View
 from anaphora.profiles.outline import NO_OUTLINE, Outline
 
 __all__ = ["CacheStats", "Lease", "Loaded", "Match", "Misses", "Piece", "PrefixCache"]
@@ -174,6 +174,9 @@ class PrefixCache:
         decision = profile.decide(outline, len(tokens), view, now)
         for place in decision.refreshed:
             self.entries.refresh(ids[place], now)
+        if read:
+            losses = self._losses(tokens, segments, profile.name, ids, decision.read)
+            decision = replace(decision, unread={**decision.unread, **losses})
         return decision if write else replace(decision, written={}, writes=())
 
     def _view(
@@ -186,6 +189,33 @@ class PrefixCache:
         reach = self.read_tokens(tokens, segments, profile)
         entries = {place: self.entries.find(entry_id) for place, entry_id in ids.items()}
         return View(reach, {p: found[0].expires_at for p, found in entries.items() if found})
+
+    def _losses(
+        self,
+        tokens: Tokens,
+        segments: tuple[Segment, ...],
+        profile: str,
+        ids: Mapping[Place, EntryId],
+        read: int,
+    ) -> Mapping[Unread, int]:
+        """How far entries that are gone would have reached beyond ``read`` (tokens), and why they
+        are."""
+        found: dict[Unread, int] = {}
+        if not self.entries.losses:
+            return found
+        for (position, _), entry_id in ids.items():
+            why = self.entries.losses.get(entry_id)
+            if why is not None and position > read:
+                found[why] = max(found.get(why, 0), position)
+        if profile == LOCAL:
+            for block_id in chain(self._index.root.key, tokens, segments, self._block_size):
+                if block_id.end <= read:
+                    continue
+                why = self.entries.losses.get((block_id.owner, LOCAL, block_id.key, ""))
+                if why is None:
+                    break
+                found[why] = block_id.end
+        return found
 
     def restore(self, pieces: Sequence[Piece]) -> Generator[Loaded, None, None]:
         """The bytes of pieces of a match, in order, read ahead and checked in threads.

@@ -14,6 +14,7 @@ from anaphora.cache.entries import LOCAL, Entry, EntryId, EntryTable
 from anaphora.cache.index import Block, Index
 from anaphora.cache.memory import Buffer, MemoryTier
 from anaphora.clock import Clock
+from anaphora.profiles.decision import Loss
 
 MissCause = Literal["absent", "damaged", "gone", "no_room"]
 """Nothing of a prompt was cached; bytes were not what was written; they were no longer there;
@@ -270,7 +271,7 @@ class Tiers:
             elif anchor.start < stored.entry.position <= anchor.end:
                 self.entries.add(stored.entry, anchor)
         for ghost in sorted(ghosts, key=lambda block: block.start):
-            self.settle(ghost)
+            self.settle(ghost, "lost")
         if not found.complete:
             self._promise_what_is_there()
         while disk.used > disk.budget:
@@ -302,11 +303,11 @@ class Tiers:
 
     # What follows
 
-    def settle(self, block: Block) -> None:
+    def settle(self, block: Block, why: Loss = "evicted") -> None:
         """Bytes or a lease of ``block`` are gone: if they were the last, it is lost."""
         if block.resident or self.index.get(block.key) is not block:
             return
-        self.entries.block_lost(block)
+        self.entries.block_lost(block, why)
         self.index.prune(block)
 
     def lose_file(self, file: File, cause: MissCause) -> None:
@@ -317,7 +318,7 @@ class Tiers:
         buffer = file.block.memory.get(file.part)
         if buffer is not None:
             self._unwritten[buffer] = None
-        self.settle(file.block)
+        self.settle(file.block, "lost")
 
     def lose_missing(self, blocks: Iterable[Block]) -> None:
         """Drop all files of ``blocks`` that are gone, so that these are stored again at once."""

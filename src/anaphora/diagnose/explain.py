@@ -21,6 +21,7 @@ Cause = (
         "other_setting",
         "expired",
         "evicted",
+        "lost",
         "out_of_reach",
         "below_minimum",
         "no_breakpoint",
@@ -57,7 +58,11 @@ _MOVE = (
 )
 
 _TEXTS: Mapping[Cause, tuple[str, str]] = {
-    "nothing_missed": ("Nothing was missed: all that earlier prompts share was read.", ""),
+    "nothing_missed": (
+        "Nothing was missed: all that earlier prompts share, or all up to the last breakpoint, was "
+        "read.",
+        "",
+    ),
     "first_request": ("No earlier request is remembered whose prompt begins like this one.", ""),
     "other_cache_key": (
         "The request that begins like this one had another cache key.",
@@ -68,15 +73,19 @@ _TEXTS: Mapping[Cause, tuple[str, str]] = {
         "Keep that the same for requests that are to share a prefix.",
     ),
     "expired": (
-        "An entry for {expired:,} tokens was there, but its lifetime was over.",
+        "An entry for {unread:,} tokens was there, but its lifetime was over.",
         "Ask for a longer lifetime, or send requests more often.",
     ),
     "evicted": (
-        "An entry for {evicted:,} tokens was there, but its space had been needed.",
+        "An entry for {unread:,} tokens was there, but its space had been needed.",
         "Give the cache more memory or disk.",
     ),
+    "lost": (
+        "An entry for {unread:,} tokens was there, but a file of it was damaged or deleted.",
+        "Look after the disk, and at who else writes to the cache folder.",
+    ),
     "out_of_reach": (
-        "An entry for {out_of_reach:,} tokens is too many blocks before every breakpoint.",
+        "An entry for {unread:,} tokens is there, but too far before every breakpoint.",
         "Put one more breakpoint between that place and the end.",
     ),
     "below_minimum": (
@@ -214,7 +223,15 @@ def _nearest(prompt: Remembered, earlier: Sequence[Remembered]) -> tuple[Remembe
 
 
 def _without_nearest(prompt: Remembered) -> Cause:
-    return "nothing_missed" if prompt.decision.read >= len(prompt.tokens) else "first_request"
+    if prompt.decision.read >= len(prompt.tokens):
+        return "nothing_missed"
+    return _unread(prompt) or "first_request"
+
+
+def _unread(prompt: Remembered) -> Cause | None:
+    """Why the entry that would have reached furthest was not read; ``None``: there is none."""
+    unread = prompt.decision.unread
+    return max(unread, key=unread.__getitem__, default=None)
 
 
 def _first(prompt: Remembered) -> int:
@@ -230,13 +247,7 @@ def _of_the_cache(prompt: Remembered, nearest: Remembered, common: int) -> Cause
     differing = _differing(prompt, nearest)
     if differing:
         return "other_cache_key" if differing == ["cache_key"] else "other_setting"
-    reaches: list[tuple[int, Cause]] = [
-        (decision.expired, "expired"),
-        (decision.evicted, "evicted"),
-        (decision.out_of_reach, "out_of_reach"),
-    ]
-    reach, cause = max(reaches, key=lambda item: item[0])
-    if reach > read:
+    if cause := _unread(prompt):
         return cause
     whole = common == len(nearest.tokens)  # the earlier prompt is a prefix of this one
     if read == 0 and (
@@ -251,6 +262,8 @@ def _of_the_cache(prompt: Remembered, nearest: Remembered, common: int) -> Cause
         return "no_breakpoint"
     if any(max(read, decision.minimum - 1) < end <= common for end in {*looked} & {*written}):
         return "not_held"
+    if common - read <= _STEP and read >= max(looked):
+        return "nothing_missed"
     if common == len(prompt.tokens):
         return "no_breakpoint"
     return None
@@ -320,9 +333,7 @@ def _explanation(
         "place": parts.place if parts else "",
         "settings": ", ".join(_differing(prompt, nearest)) if nearest else "",
         "tools": _changed_tools(prompt, nearest) if nearest else "",
-        "expired": decision.expired,
-        "evicted": decision.evicted,
-        "out_of_reach": decision.out_of_reach,
+        "unread": max(decision.unread.values(), default=0),
         "minimum": decision.minimum,
     }
     return Explanation(

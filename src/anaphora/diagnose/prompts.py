@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from anaphora.cache.keys import Tokens
+from anaphora.profiles.decision import Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,8 @@ class Decision:
     """Where it looked and wrote; ``None``: everywhere."""
     minimum: int = 0
     """The shortest prefix the profile caches."""
-    expired: int = 0
-    """How far an entry would have reached whose time was over; 0: there was none."""
-    evicted: int = 0
-    """How far an entry would have reached whose blocks were gone."""
-    out_of_reach: int = 0
-    """How far an entry would have reached that lies too far before every breakpoint."""
+    unread: Mapping[Unread, int] = field(default_factory=dict)
+    """How far entries would have reached beyond that, by why they don't."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
 from anaphora.cache.store import CacheStats
 from anaphora.errors import AnaphoraError, SettingsError
 from anaphora.profiles import DEFAULT_PROFILE, Profile
-from anaphora.profiles.decision import Lifetime
+from anaphora.profiles.decision import Lifetime, Unread
 from anaphora.profiles.outline import NO_OUTLINE, Outline
 from anaphora.vocabulary import Vocabulary
 
@@ -175,6 +175,8 @@ class Started:
     """What counts as read from the cache, decided by entries."""
     written_by_lifetime: Mapping[Lifetime, int]
     """What counts as newly written to it; without zeros."""
+    unread: Mapping[Unread, int] = field(default_factory=dict)
+    """How far (tokens) entries would have reached beyond what is read, by why they don't."""
 
     @property
     def written_tokens(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
-from anaphora.profiles.decision import Decision, View, Write, distinct, split
+from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
 from anaphora.profiles.outline import Outline, Ttl, match_key
 
@@ -56,7 +56,8 @@ class Anthropic:
         )
         on_the_way = [blocks[n] for n in living if blocks[n].position <= read]
         refreshed = dict.fromkeys((block.position, block.match) for block in on_the_way)
-        return Decision(length, now, read, split(read, writes), tuple(refreshed), writes)
+        unread = out_of_reach((blocks[n].position for n in living if marked), read)
+        return Decision(length, now, read, split(read, writes), tuple(refreshed), writes, unread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,13 @@ Place = tuple[int, str]
 Lifetime = Ttl | Literal["unlimited"]
 """What written tokens are counted under; ``unlimited``: until space is needed."""
 
+Loss = Literal["expired", "evicted", "lost"]
+"""Why an entry is gone: its time was over; its space was needed; a file was damaged or deleted."""
+
+Unread = Loss | Literal["out_of_reach"]
+"""Why nothing is read where an entry was. ``out_of_reach``: it is there, and the profile does not
+look at it, since too much lies between."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -59,11 +66,19 @@ class Decision:
     refreshed: tuple[Place, ...] = ()
     """Entries that live on, since it reads them."""
     writes: tuple[Write, ...] = ()
+    unread: Mapping[Unread, int] = field(default_factory=dict)
+    """How far (tokens) entries would have reached beyond what is read, by why they don't."""
 
     @property
     def uncached(self) -> int:
         """Tokens neither read nor written."""
         return self.prompt - self.read - sum(self.written.values())
+
+
+def out_of_reach(living: Iterable[int], read: int) -> dict[Unread, int]:
+    """What a profile tells of the positions of living entries, where it has read so far."""
+    longest = max(living, default=0)
+    return {"out_of_reach": longest} if longest > read else {}
 
 
 def distinct(writes: Iterable[Write]) -> tuple[Write, ...]:

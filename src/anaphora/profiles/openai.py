@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from anaphora.profiles.decision import Decision, View, Write, distinct, split
+from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
 from anaphora.profiles.outline import Outline, Ttl, match_key
 
@@ -42,10 +42,12 @@ class OpenAI:
         """
         boundaries = [b for b in outline.within(length) if b.position >= self.minimum]
         latest = [(b, b.mark) for b in reversed(boundaries) if b.mark is not None]
-        readable = [boundary for boundary, _ in latest[: self.most_explicit]]
+        usable = [boundary for boundary, _ in latest]
+        readable = usable[: self.most_explicit]
         written = latest[: self.most_writes]
         if outline.implicit is not None:
             ends = [b for b in reversed(boundaries) if b.kind != "block"]
+            usable += ends
             readable += ends[: 1 + self.most_messages]
             readable += [end for end in ends if end.kind == "developer"]
             written = latest[: self.most_writes - 1]
@@ -60,7 +62,8 @@ class OpenAI:
         refreshed = dict.fromkeys(
             (b.position, b.match) for b in boundaries if b.position <= read and view.has(b, now)
         )
-        return Decision(length, now, counted, split(read, writes), tuple(refreshed), writes)
+        unread = out_of_reach((b.position for b in usable if view.has(b, now)), read)
+        return Decision(length, now, counted, split(read, writes), tuple(refreshed), writes, unread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -438,8 +438,9 @@ class LlamaEngine:
                 read=hints.read,
                 write=hints.write,
             )
-        read, written = job.decision.read, job.decision.written
-        self._emit(Started(request.id, found, len(request.tokens), read, written))
+        decided = job.decision
+        counts = (decided.read, decided.written, decided.unread)
+        self._emit(Started(request.id, found, len(request.tokens), *counts))
 
     @property
     def _limit(self) -> int:

@@ -370,8 +370,9 @@ class ReferenceEngine:
                 read=hints.read,
                 write=hints.write,
             )
-        read, written = sequence.decision.read, sequence.decision.written
-        self._emit(Started(request.id, found, len(request.tokens), read, written))
+        decided = sequence.decision
+        counts = (decided.read, decided.written, decided.unread)
+        self._emit(Started(request.id, found, len(request.tokens), *counts))
 
     def _emit_done(self, sequence: _Sequence, reason: FinishReason) -> None:
         total = time.perf_counter() - sequence.submitted
