@@ -20,6 +20,36 @@ Listener = Callable[[Event], None]
 """Called on the engine's thread with every event of one request; it must return at once."""
 
 
+class Listeners:
+    """Who hears of which request that runs."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Listener] = {}
+
+    @property
+    def ids(self) -> set[str]:
+        return set(self._by_id)
+
+    def add(self, request_id: str, listener: Listener) -> EngineError | None:
+        """``None``, or why that can't be."""
+        if request_id in self._by_id:
+            return EngineError(f"a request {request_id!r} is running: use another id")
+        self._by_id[request_id] = listener
+        return None
+
+    def deliver(self, event: Event) -> None:
+        """Tell whom it concerns; the last event of a request ends its hearing."""
+        if isinstance(event, Done | Failed):
+            listener = self._by_id.pop(event.id, None)
+        else:
+            listener = self._by_id.get(event.id)
+        if listener is not None:
+            try:
+                listener(event)
+            except Exception:  # one listener's fault is no other's
+                logger.exception("a listener failed")
+
+
 class Host(Protocol):
     """Where an engine runs. All methods may be called from any thread."""
 
@@ -58,7 +88,7 @@ class EngineHost:
     def __init__(self, make_engine: Callable[[Emit], Engine]) -> None:
         """Start the thread and make the engine on it; raises what ``make_engine`` raises."""
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, Listener] = {}
+        self._listeners = Listeners()
         self._ready: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
         self._dead: AnaphoraError | None = None
         self._lock = threading.Lock()
@@ -82,11 +112,8 @@ class EngineHost:
     def submit(self, request: Request, listener: Listener) -> None:
         """Hand a request over. Its last event is Done or Failed, whatever happens."""
         with self._lock:
-            error = self._dead
-            if error is None and request.id in self._listeners:
-                error = EngineError(f"a request {request.id!r} is running: use another id")
+            error = self._dead or self._listeners.add(request.id, listener)
             if error is None:
-                self._listeners[request.id] = listener
                 self._inbox.put(lambda engine: engine.submit(request))
         if error is not None:
             listener(Failed(request.id, error))
@@ -127,7 +154,7 @@ class EngineHost:
 
     def _run(self, make_engine: Callable[[Emit], Engine]) -> None:
         try:
-            engine = make_engine(self._emit)
+            engine = make_engine(self._listeners.deliver)
         except BaseException as error:
             self._ready.put(error)
             return
@@ -154,8 +181,8 @@ class EngineHost:
 
     def _fail_all(self) -> None:
         assert self._dead is not None
-        for request_id in list(self._listeners):
-            self._emit(Failed(request_id, self._dead))
+        for request_id in self._listeners.ids:
+            self._listeners.deliver(Failed(request_id, self._dead))
 
     def _serve(self, engine: Engine) -> None:
         wait: float | None = 0.0
@@ -170,14 +197,3 @@ class EngineHost:
                     wait = 0.0
             except queue.Empty:
                 wait = engine.step()
-
-    def _emit(self, event: Event) -> None:
-        if isinstance(event, Done | Failed):
-            listener = self._listeners.pop(event.id, None)
-        else:
-            listener = self._listeners.get(event.id)
-        if listener is not None:
-            try:
-                listener(event)
-            except Exception:  # one listener's fault is no other's
-                logger.exception("a listener failed")

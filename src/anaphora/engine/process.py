@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from anaphora.cache.store import CacheStats
-from anaphora.engine.host import Listener
+from anaphora.engine.host import Listener, Listeners
 from anaphora.engine.llamacpp.load import load_vocabulary
-from anaphora.engine.protocol import Done, EngineInfo, Event, Failed, Request, Times
+from anaphora.engine.protocol import Done, EngineInfo, Failed, Request, Times
 from anaphora.engine.worker import (
     AskStats,
     Cancel,
@@ -59,7 +59,7 @@ class ProcessHost:
         self._path = path
         self._settings = settings
         self._lock = threading.Lock()
-        self._listeners: dict[str, Listener] = {}
+        self._listeners = Listeners()
         self._waiting: list[Request] = []
         """Arrived while there was no process to send them to."""
         self._stats_lock = threading.Lock()
@@ -97,11 +97,8 @@ class ProcessHost:
     def submit(self, request: Request, listener: Listener) -> None:
         """Hand a request over. Its last event is Done or Failed, whatever happens."""
         with self._lock:
-            error = self._problem
-            if error is None and request.id in self._listeners:
-                error = EngineError(f"a request {request.id!r} is running: use another id")
+            error = self._problem or self._listeners.add(request.id, listener)
             if error is None:
-                self._listeners[request.id] = listener
                 if self._worker is None:
                     self._waiting.append(request)
                 else:
@@ -117,7 +114,8 @@ class ProcessHost:
             waited = [request for request in self._waiting if request.id == request_id]
             self._waiting = [request for request in self._waiting if request.id != request_id]
         for request in waited:
-            self._deliver(Done(request.id, "cancelled", None, len(request.tokens), 0, 0, Times()))
+            done = Done(request.id, "cancelled", None, len(request.tokens), 0, 0, Times())
+            self._listeners.deliver(done)
 
     def stats(self) -> CacheStats | None:
         """Counts and sizes of the engine's cache, since its process was started.
@@ -166,7 +164,7 @@ class ProcessHost:
             with self._lock:
                 if self._closing.is_set():
                     self._problem = EngineError("the engine is closed")
-                lost = self._listeners.keys() - {request.id for request in self._waiting}
+                lost = self._listeners.ids - {request.id for request in self._waiting}
             error = self._problem or UnavailableError(f"the engine {died}: send the request again")
             if self._problem is None:
                 logger.error(
@@ -177,7 +175,7 @@ class ProcessHost:
             pause = 0.0 if self._served else min(max(1.0, 2 * pause), _LONGEST_PAUSE)
             started = self._start_again(pause)
             if started is None:
-                self._fail(set(self._listeners), EngineError("the engine is closed"))
+                self._fail(self._listeners.ids, EngineError("the engine is closed"))
                 return
             worker = started
 
@@ -195,7 +193,7 @@ class ProcessHost:
                 with self._lock:
                     self._problem = UnavailableError(f"the engine can't be started: {error}")
                     self._waiting.clear()
-                    lost = set(self._listeners)
+                    lost = self._listeners.ids
                 self._fail(lost, self._problem)
                 continue
             logger.warning("the engine is back")
@@ -223,22 +221,11 @@ class ProcessHost:
                 message.write()
             elif not isinstance(message, Ready | Refused):
                 self._served = self._served or isinstance(message, Done)
-                self._deliver(message)
+                self._listeners.deliver(message)
 
     def _fail(self, request_ids: set[str], error: AnaphoraError) -> None:
         for request_id in request_ids:
-            self._deliver(Failed(request_id, error))
-
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, Done | Failed):
-            listener = self._listeners.pop(event.id, None)
-        else:
-            listener = self._listeners.get(event.id)
-        if listener is not None:
-            try:
-                listener(event)
-            except Exception:  # one listener's fault is no other's
-                logger.exception("a listener failed")
+            self._listeners.deliver(Failed(request_id, error))
 
 
 class _Worker:
