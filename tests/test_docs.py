@@ -345,7 +345,8 @@ def test_an_explanation_looks_as_it_is_shown() -> None:
             ("chatcmpl-4f0c", "12:35:59", 63.2),
         )
     )
-    now = replace(now, decision=Decision(shared(earlier.tokens, now.tokens)))
+    read = shared(earlier.tokens, now.tokens)
+    now = replace(now, decision=Decision(read, reused=read))
     shown = rendered(explain(now, [earlier], VOCAB)).plain
     assert shown == code(EXPLAIN, "text").rstrip("\n")
 

@@ -63,6 +63,7 @@ def test_a_clock_in_the_system_prompt_is_named(server: Server, protocol: Protoco
     found = explained(server, second.json()["id"])
     assert found["cause"] == "timestamp"
     assert found["request_id"] == second.json()["id"]
+    assert str(found["computed_tokens"]) == second.headers["anaphora-computed-tokens"]
     assert found["nearest"]["request_id"] == first.json()["id"]
     difference = found["difference"]
     assert difference["place"] == {"kind": "system", "number": 1, "part": 0, "name": ""}

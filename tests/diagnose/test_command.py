@@ -78,7 +78,7 @@ def test_nothing_a_terminal_would_act_on_is_printed() -> None:
     evil = "\x1b[31m\r\n\x07\u202e[bold]é"
     place = Place("message", 1, name="user\x1b[2J")
     difference = Difference(1, place, *(Excerpt(evil, evil, evil) for _ in range(2)))
-    explanation = Explanation("now\x1b[2J", 5, 1, "id", "An id.", "", None, difference, ("a",))
+    explanation = Explanation("now\x1b[2J", 5, 1, 4, "id", "An id.", "", None, difference, ("a",))
     shown = rendered(explanation).plain
     assert all(line.isprintable() for line in shown.split("\n"))
     assert len(shown.split("\n")) == 6

@@ -99,7 +99,7 @@ class Books:
         """Remember the prompt of a request whose prefix is restored."""
         hints = request.cache
         match = {"model": model, "profile": hints.profile.name}
-        decision = Decision(started.read_tokens, unread=started.unread)
+        decision = Decision(started.read_tokens, reused=started.found.total, unread=started.unread)
         if not isinstance(hints.profile, Local):
             ends = _breakpoints(hints.profile, hints.outline)
             positions = tuple(sorted({end.position for end in ends}))

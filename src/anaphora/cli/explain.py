@@ -57,7 +57,8 @@ def rendered(explanation: Explanation) -> Text:
     """An explanation in lines. The difference is marked with signs, too: ``[-old-]{+new+}``."""
     nearest, difference = explanation.nearest, explanation.difference
     read, prompt = explanation.read_tokens, explanation.prompt_tokens
-    request = f"{explanation.request_id}: {read:,} of {prompt:,} tokens read"
+    computed = explanation.computed_tokens
+    request = f"{explanation.request_id}: {read:,} of {prompt:,} tokens read, {computed:,} computed"
     lines = [_line("Request", request), _line("Cause", explanation.sentence, "bold")]
     if explanation.advice:
         lines.append(_line("To do", explanation.advice))

@@ -165,6 +165,8 @@ class Explanation:
     request_id: str
     prompt_tokens: int
     read_tokens: int
+    computed_tokens: int
+    """What was really computed of the prompt, whatever counts as read."""
     cause: Cause
     sentence: str
     advice: str
@@ -340,6 +342,7 @@ def _explanation(
         prompt.request_id,
         len(prompt.tokens),
         decision.read,
+        len(prompt.tokens) - decision.reused,
         cause,
         sentence.format(**values),
         advice,

@@ -57,6 +57,8 @@ class Decision:
     """Where it looked and wrote; ``None``: everywhere."""
     minimum: int = 0
     """The shortest prefix the profile caches."""
+    reused: int = 0
+    """Tokens whose KV was there, whatever the profile counts."""
     unread: Mapping[Unread, int] = field(default_factory=dict)
     """How far entries would have reached beyond that, by why they don't."""
 
