@@ -18,7 +18,8 @@ ModelPath = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-out = Console(highlight=False, emoji=False)
+# Where no terminal ends a line, tables are as wide as they need to be.
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 1000)
 err = Console(stderr=True, highlight=False, emoji=False)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from anaphora.usage.report import Dimension, Totals
 
 _DAY = "%Y-%m-%d"
+_MANY = 100_000
+"""Tokens from which on the table counts in millions."""
 
 
 class By(StrEnum):
@@ -107,26 +109,41 @@ def _flat(one: Totals) -> Mapping[str, object]:
 
 
 def _table(groups: Sequence[Totals], overall: Sequence[Totals]) -> Table:
-    table = Table(box=box.SIMPLE)
+    """What fits a terminal; columns of which there is nothing anywhere are left out."""
+    rows = [_cells(one) for one in (*groups, *overall)]
+    columns = [name for name in rows[0] if name in _ALWAYS or any(row[name] for row in rows)]
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for dimension in groups[0].group:
-        table.add_column(dimension, no_wrap=True)
-    for column in ("requests", "prompt", "read", "written", "uncached", "computed", "output"):
-        table.add_column(column, justify="right")
-    for column in ("hits", "cost", "saved"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in groups:
-        table.add_row(*(escape(key) for key in one.group.values()), *_cells(one))
+        table.add_column(dimension, overflow="fold", no_wrap=dimension == "day")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one, row in zip(groups, rows, strict=False):
+        table.add_row(*(escape(key) for key in one.group.values()), *(row[c] for c in columns))
     table.add_section()
-    for one in overall:
-        table.add_row("total", *[""] * (len(groups[0].group) - 1), *_cells(one))
+    beside = [""] * (len(groups[0].group) - 1)
+    for row in rows[len(groups) :]:
+        table.add_row("total", *beside, *(row[c] for c in columns))
     return table
 
 
-def _cells(one: Totals) -> list[str]:
+_ALWAYS = ("requests", "prompt", "read", "computed", "output", "hits")
+
+
+def _cells(one: Totals) -> Mapping[str, str]:
     tokens, money = one.tokens, one.money
-    written = sum(tokens.written.values())
-    prompt = (tokens.prompt, tokens.read, written, tokens.uncached)
-    counts = (one.requests, *prompt, tokens.computed, tokens.output)
-    amounts = (money.amount, money.saved) if money else ()
-    shown = [escape(f"{amount:,.4f} {money.currency}") for amount in amounts if money]
-    return [*(f"{n:,}" for n in counts), f"{one.hit_share:.1%}", *(shown or ["", ""])]
+    return {
+        "requests": f"{one.requests:,}",
+        "prompt": _count(tokens.prompt),
+        "read": _count(tokens.read),
+        "written": _count(sum(tokens.written.values())),
+        "uncached": _count(tokens.uncached) if tokens.uncached else "",
+        "computed": _count(tokens.computed),
+        "output": _count(tokens.output),
+        "hits": f"{one.hit_share:.1%}",
+        "cost": escape(f"{money.amount:,.4f} {money.currency}") if money else "",
+        "saved": escape(f"{money.saved:,.4f} {money.currency}") if money else "",
+    }
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens < _MANY else f"{tokens / 1e6:,.2f}M"
