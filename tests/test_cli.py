@@ -61,6 +61,7 @@ def test_version_and_help() -> None:
         (("chat", "--max-tokens", "0"), "--max-tokens"),
         (("bench", "--repeats", "many"), "--repeats"),
         (("keys", "add"), "Missing argument"),
+        (("usage", "--by", "hour"), "Invalid value for '--by': 'hour' is not one of"),
         (("cache", "list"), "No such command 'list'"),
         (("--colour",), "No such option: --colour"),
     ],

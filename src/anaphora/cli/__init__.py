@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _fail_usage(error: typer.TyperException) -> NoReturn:
-    problem = " ".join(error.format_message().split()).rstrip(".")
+    problem = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if not problem:  # the help was wanted, and shown
         sys.exit(error.exit_code)
     context = getattr(error, "ctx", None)
