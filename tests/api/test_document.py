@@ -40,7 +40,9 @@ def server(tiny_llama: Path) -> Iterator[Server]:
     server.stop()
 
 
-def test_requests_from_the_document(server: Server, tmp_path: Path) -> None:
+def test_requests_from_the_document(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     command = [str(Path(sys.executable).with_name("schemathesis")), "--no-color", "run"]
     command += [f"{server.url}/openapi.json", "--exclude-checks", ",".join(OFF)]
     command += ["--phases", "coverage,fuzzing", "--generation-deterministic"]
@@ -55,6 +57,7 @@ def test_requests_from_the_document(server: Server, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Tested: 14" in done.stdout
+    assert "refused a cached block" not in caplog.text, "there was no room for what was promised"
 
 
 def test_the_document_describes_every_route(server: Server) -> None:

@@ -401,15 +401,19 @@ class LlamaEngine:
         end = min(len(tokens) + min(max(job.owed, 0), self._reserve_tokens), self._limit)
         end = max(end, len(tokens))
         self._make_way(plan)
-        if not self._make_place(end - plan.shared, plan):
-            return False
+        pieces = plan.pieces
+        if not self._make_place(max([end, *(p.block.end for p in pieces)]) - plan.shared, plan):
+            # llama.cpp takes in whole blocks, and cuts off again what of the last isn't wanted.
+            pieces = [piece for piece in pieces if piece.block.end <= end]
+            if not self._make_place(end - plan.shared, plan):
+                return False
         began = time.perf_counter()
         if not job.began:
             job.began = began
         live = job.live = self._take_sequence(job, plan)
         job.reserved = end
         self._sequences.reserve(live, tokens, end)
-        memory, disk = self._sequences.restore(live, plan.pieces, plan.found)
+        memory, disk = self._sequences.restore(live, pieces, plan.found)
         job.restore_seconds += time.perf_counter() - began
         self._active.append(job)
         if not job.started:
