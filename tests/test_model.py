@@ -6,13 +6,14 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from anaphora import GREEDY, CacheHints, Chat, Model, Sampling, Segment
+from anaphora.cache.index import common_prefix
 from anaphora.engine.host import EngineHost
 from anaphora.engine.protocol import Done, Request
 from anaphora.errors import (
@@ -24,7 +25,7 @@ from anaphora.errors import (
     SettingsError,
     TemplateError,
 )
-from anaphora.model import _request
+from anaphora.model import MessageLike, _request
 from anaphora.prompt.conversation import Message
 from tests.conftest import TinyModel
 
@@ -157,10 +158,18 @@ def test_settling_the_turn_prepares_the_next_one(load: Load) -> None:
     question = Message.parse({"role": "user", "content": "And the weather?"})
     following = [*chat.messages, question]
     prompt = model.render(following)
-    ready = len(model.render(chat.messages, add_generation_prompt=False).tokens)
+    ready = opened(model, chat.messages)
     reply = model.generate(prompt.tokens, max_tokens=1)
     assert reply.usage.computed_tokens == len(prompt.tokens) - ready
     assert reply.usage.found.decoded == 0 or reply.usage.read_tokens >= ready
+
+
+def opened(model: Model, messages: Iterable[MessageLike]) -> int:
+    """Tokens of a conversation up to where the text of the next user message begins."""
+    one, other = (
+        model.render([*messages, {"role": "user", "content": text}]).tokens for text in "XY"
+    )
+    return common_prefix(one, other)
 
 
 def wait_until_settled(model: Model, chat: Chat) -> None:
@@ -176,7 +185,7 @@ def test_without_a_cache_there_is_nothing_to_settle(tiny_model: TinyModel) -> No
     with Model.load(tiny_model("mamba"), cache_dir=None, context_size=2048) as model:
         model.chat(DOCUMENT, max_tokens=5).send("What time is it?")
         assert isinstance(model.host, EngineHost)
-        assert not model.host._listeners
+        assert not model.host._listeners.ids
 
 
 def test_a_restart_reads_from_disk(load: Load) -> None:

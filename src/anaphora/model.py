@@ -39,6 +39,7 @@ from anaphora.engine.protocol import (
     Times,
 )
 from anaphora.errors import AnaphoraError, EngineError, PromptError
+from anaphora.prompt import adapt
 from anaphora.prompt.conversation import Conversation, Message, well_formed
 from anaphora.prompt.template import read_template
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
@@ -312,18 +313,18 @@ class Model:
     ) -> None:
         """Prepare the next turn of a conversation whose answer was just given.
 
-        The conversation is rendered as the next turn will show it (the template may drop or
-        rewrite parts of an answer), and what the cache doesn't have of it is computed while the
-        engine has nothing else to do.
+        The conversation is rendered as the next turn will show it, up to where the text of the
+        next user message begins (the template may drop or rewrite parts of an answer), and what
+        the cache doesn't have of it is computed while the engine has nothing else to do.
         """
         if not self.info.caching:
             return
         try:
-            prompt = self.render(messages, add_generation_prompt=False)
+            tokens = adapt.following(self._renderer, Conversation.parse(messages))
         except AnaphoraError:
             return  # the template refuses it, or the model is closed: the answer stands anyway
-        if len(prompt.tokens) <= self.info.context_size:
-            request = _request(prompt.tokens, 0, Sampling(), cache, background=True)
+        if len(tokens) <= self.info.context_size:
+            request = _request(tokens, 0, Sampling(), cache, background=True)
             self._host.submit(request, lambda event: None)
 
     def close(self) -> None:

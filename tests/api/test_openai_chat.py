@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.api.conftest import DOCUMENT, Serve, Server
+from tests.test_model import opened
 
 QUESTION: list[Any] = [
     {"role": "system", "content": DOCUMENT},
@@ -205,7 +206,7 @@ def test_the_next_turn_finds_the_answer_settled(serve: Serve) -> None:
     answer = ask(server, QUESTION, max_tokens=60).choices[0].message.content
     assert answer
     turn = [*QUESTION, {"role": "assistant", "content": answer}]
-    ready = len(server.model.render(turn, add_generation_prompt=False).tokens)
+    ready = opened(server.model, turn)
     following = {"messages": [*turn, {"role": "user", "content": "And now?"}], "max_tokens": 0}
     wait_until_settled(server)
     response = server.http().post("/v1/chat/completions", json=following)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from anaphora.keys import KeyFile, Keys
 from tests.api.conftest import DOCUMENT, Serve, Server
 from tests.api.test_openai_chat import wait_until_settled
+from tests.test_model import opened
 from tests.tiny_models import CONTROL, VOCABULARY
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -336,7 +337,7 @@ class TestSharing:
         begun = [system(RULES), user("Where is the poetry?")]
         reply = house.chat("one", *begun, max_tokens=40, logit_bias=GOES_ON)
         turn = [*begun, answered(reply.text)]
-        ready = len(house.server.model.render(turn, add_generation_prompt=False).tokens)
+        ready = opened(house.server.model, turn)
         wait_until_settled(house.server)
         following = house.chat("one", *turn, user("And now?"), max_tokens=0)
         assert following.read >= ready

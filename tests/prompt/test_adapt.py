@@ -206,6 +206,18 @@ def test_a_trunk_stops_before_messages_that_the_template_puts_first(smol: Loaded
     assert told(renderer, smol, (SYSTEM, further, ASSISTANT, USER)) == ""
 
 
+def test_what_the_next_turn_begins_with_is_known_up_to_its_text(renderer: Renderer) -> None:
+    thoughtful = {**ASSISTANT, "reasoning_content": "Who am I?"}
+    for answered in ((USER, ASSISTANT), (SYSTEM, USER, thoughtful), (USER, ASSISTANT, USER, LATE)):
+        following = adapt.following(renderer, Conversation.parse(answered))
+        prompts = [
+            render(renderer, *answered, {"role": "user", "content": text}) for text in ("X", "Yes?")
+        ]
+        for prompt in prompts:
+            assert common_prefix(prompt.tokens, following) == len(following)
+        assert common(*prompts) == len(following)
+
+
 def test_no_tools_and_no_system_message_make_no_trunk(smol: Loaded) -> None:
     renderer = Renderer(smol.vocabulary, smol.template)
     for messages in ((USER,), (USER, ASSISTANT, LATE, USER)):

@@ -164,9 +164,8 @@ def _next_turn(
     if not answer or not isinstance(generation.prompt, Conversation):
         return None
     try:
-        tokens = adapt.render_answered(
-            model.renderer, generation.prompt, answer, generation.options
-        ).tokens
+        answered = adapt.answered(generation.prompt, answer)
+        tokens = adapt.following(model.renderer, answered, generation.options)
     except AnaphoraError:  # the template doesn't take a conversation that ends here
         return None
     if len(tokens) > model.info.context_size:

@@ -32,6 +32,8 @@ from anaphora.prompt.tokens import Prompt, Renderer
 
 _ROLES = {"developer": "system", "function": "tool"}
 _GAP = TextPart("\n\n")
+_STAND_IN = Message("user", (TextPart("A"),))
+"""For a message that nobody knows yet."""
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
@@ -82,25 +84,33 @@ def render(
     return replace(prompt, boundaries=(*prompt.boundaries, *left_out))
 
 
-def render_answered(
-    renderer: Renderer,
-    conversation: Conversation,
-    answer: str,
-    options: Mapping[str, Plain] | None = None,
-) -> Prompt:
-    """What the prompt of the next turn will begin with, once ``answer`` is given.
+def answered(conversation: Conversation, answer: str) -> Conversation:
+    """``conversation`` with the answer to it, or with the rest of the one it ends with."""
+    *before, last = _normal(conversation).messages
+    text = TextPart(answer)
+    if last.role == "assistant":
+        messages = (*before, replace(last, content=(*last.content, text)))
+    else:
+        messages = (*before, last, Message("assistant", (text,)))
+    return replace(conversation, messages=messages)
+
+
+def following(
+    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None = None
+) -> Tokens:
+    """What prompts begin with that go on from ``conversation`` with a user message, shape (n,).
+
+    Whatever that says: the template's own opening of it is the end. Some templates show an answer
+    in another way once a user message is behind it.
 
     Raises what :func:`render` does.
     """
-    conversation = _normal(conversation)
-    *before, last = conversation.messages
-    if last.role == "assistant":
-        last = replace(last, content=(*last.content, TextPart(answer)))
-        messages = (*before, last)
-    else:
-        messages = (*before, last, Message("assistant", (TextPart(answer),)))
-    answered = replace(conversation, messages=messages)
-    return _render(renderer, answered, options, opened=False, continued=False)
+    longer = replace(conversation, messages=(*conversation.messages, _STAND_IN))
+    prompt = _render(renderer, longer, options, opened=True, continued=False)
+    end = prompt.boundaries[-1].parts[-1]
+    if end is None:  # nobody knows where the message begins, either
+        return _render(renderer, conversation, options, opened=False, continued=False).tokens
+    return prompt.tokens[: end - 1]  # without the token that holds the stand-in
 
 
 def trunk(
@@ -115,8 +125,7 @@ def trunk(
     """
     conversation = _normal(conversation)
     head = takewhile(lambda message: message.role == "system", conversation.messages)
-    stand_in = Message("user", (TextPart("A"),))
-    other = replace(conversation, messages=(*head, stand_in))
+    other = replace(conversation, messages=(*head, _STAND_IN))
     if len(other.messages) == 1 and not other.tools:
         return _NO_TOKENS
     try:
