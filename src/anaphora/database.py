@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PATIENCE = 1.0
-"""Seconds to wait for another process that works on the same file."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -32,12 +30,21 @@ class Database:
     is moved or deleted while it is open is made anew.
     """
 
-    def __init__(self, path: Path, application: int, migrations: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        application: int,
+        migrations: Sequence[Sequence[str]],
+        *,
+        patience: float = 1.0,
+    ) -> None:
         """
         :param application: says in the file's header whose it is.
         :param migrations: statements from each version of the file to the next.
+        :param patience: seconds to wait for another process that works on the same file.
         """
         self.path = path
+        self._patience = patience
         self._application = application
         self._migrations = migrations
         self._open: sqlite3.Connection | None = None
@@ -84,7 +91,7 @@ class Database:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._inode = self.path.stat().st_ino
         self._open = sqlite3.connect(
-            self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+            self.path, timeout=self._patience, isolation_level=None, check_same_thread=False
         )
         with self._open:
             self._open.execute("BEGIN IMMEDIATE")  # others may just do the same

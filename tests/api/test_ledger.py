@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.api.conftest import DOCUMENT, Serve
 from tests.api.talk import PATHS, PROTOCOLS, Said, ask, events, hear, request, said, system, user
 from tests.api.test_streams import NEVER_ENDING, wait_until_idle
 from tests.engine.test_process import kill
-from tests.usage.test_ledger import settled
+from tests.usage.test_ledger import held, settled
 
 Row = dict[str, Any]
 WRITTEN = ("written_5m", "written_30m", "written_1h", "written_12h", "written_unlimited")
@@ -204,3 +205,63 @@ def test_the_command_reads_while_the_server_runs(
     assert group["requests"] == 3
     assert group["prompt_tokens"] == sum(answer.prompt for answer in answers)
     assert group["read_tokens"] == sum(answer.read for answer in answers)
+
+
+def test_a_place_that_cannot_be_written_costs_the_rows_and_nothing_else(
+    serve: Serve, ledger: Ledger, books: Books, path: Path, tmp_path: Path
+) -> None:
+    path.mkdir()
+    file = KeyFile(tmp_path / "keys.json")
+    keys = [file.add(name) for name in ("lara", "max")]
+    server = serve(books=books, keys=Keys(file.path))
+
+    def ask_as(key: str) -> None:
+        body = request("chat", [user("Hi")])
+        reply = server.http().post(PATHS["chat"], json=body, headers={"x-api-key": key})
+        assert reply.status_code == 200
+
+    for key in (*keys, keys[0]):
+        ask_as(key)
+    settled(ledger, 3)
+    shown = {keys[0]: ["lara 2"], keys[1]: ["max 1"], file.add("boss", operator=True): None}
+    lost = re.compile(r'^anaphora_usage_rows_lost_total{tenant="(\w+)"} (\d+)', re.MULTILINE)
+    for key, expected in shown.items():
+        metrics = server.http().get("/metrics", headers={"x-api-key": key}).text
+        told = [" ".join(one) for one in lost.findall(metrics)]
+        assert told == (expected or ["lara 2", "max 1"])
+    path.rmdir()
+    ask_as(keys[1])
+    books.close()
+    assert [row["tenant"] for row in rows(path)] == ["max"], "it is tried again with each row"
+
+
+def test_a_file_that_somebody_holds_costs_the_rows_and_nothing_else(
+    serve: Serve, path: Path
+) -> None:
+    ledger = Ledger(path, queue_size=1)
+    server = serve(books=Books(ledger, PRICES))
+    ask(server, "chat", [user("0")])
+    settled(ledger, 1)
+    with held(path):
+        for number in range(1, 6):
+            assert ask(server, "chat", [user(f"{number}")]).prompt
+        lost = server.metric("anaphora_usage_rows_lost_total")
+        assert lost >= 3, "one is being written, one waits"
+    server.serving.books.close()
+    assert len(rows(path)) == 6 - server.metric("anaphora_usage_rows_lost_total")
+
+
+def test_a_damaged_file_costs_no_row_of_the_running_server(
+    serve: Serve, ledger: Ledger, books: Books, path: Path
+) -> None:
+    server = serve(books=books)
+    ask(server, "chat", [user("Before")])
+    settled(ledger, 1)
+    for file in path.parent.glob("usage.db*"):
+        file.unlink()
+    path.write_bytes(b"no database" * 1000)
+    answers = [ask(server, "chat", [user(text)]) for text in ("One", "Two")]
+    books.close()
+    assert path.with_name("usage.db.damaged-1").read_bytes() == b"no database" * 1000
+    assert [counted(row) for row in rows(path)] == [reported(answer) for answer in answers]
+    assert server.metric("anaphora_usage_rows_lost_total") == 0

@@ -121,6 +121,10 @@ class Books:
                 self._add_explained, self._ledger, record, origin.tenant, vocabulary
             )
 
+    def lost_rows(self) -> Mapping[str, int]:
+        """How many rows could not be written so far, by tenant."""
+        return self._ledger.stats().lost if self._ledger is not None else {}
+
     def explain(
         self, tenant: Tenant, model: str, request_id: str, vocabulary: Vocabulary
     ) -> Explanation | None:

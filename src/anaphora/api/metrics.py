@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +14,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from anaphora.engine.protocol import Done, EngineInfo, Started
@@ -23,9 +24,12 @@ _TENANT = "tenant"
 
 
 class Metrics:
-    """The counters of one server."""
+    """The counters of one server.
 
-    def __init__(self, info: EngineInfo) -> None:
+    :param lost_rows: how many rows of the ledger were lost so far, by tenant.
+    """
+
+    def __init__(self, info: EngineInfo, lost_rows: Callable[[], Mapping[str, int]]) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._model = Info("anaphora_model", "The loaded model.", registry=self._registry)
@@ -48,6 +52,7 @@ class Metrics:
         self._lost_responses = self._counter(
             "responses_lost", "Responses that were to be stored and could not be."
         )
+        self._registry.register(_LostRows(lost_rows))
         self._queued = self._histogram("queue_seconds", "From arrival to begin.")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to a token.")
         self._total = self._histogram("request_seconds", "From arrival to the end.")
@@ -98,6 +103,20 @@ class Metrics:
         return Histogram(
             f"anaphora_{name}", what, (_TENANT,), buckets=_SECONDS, registry=self._registry
         )
+
+
+class _LostRows(Collector):
+    """What the ledger counts itself, since it loses rows on a thread of its own."""
+
+    def __init__(self, lost_rows: Callable[[], Mapping[str, int]]) -> None:
+        self._lost_rows = lost_rows
+
+    def collect(self) -> Iterator[Metric]:
+        what = "Rows of the usage file that were to be written and could not be."
+        lost = CounterMetricFamily("anaphora_usage_rows_lost", what, labels=(_TENANT,))
+        for tenant, rows in self._lost_rows().items():
+            lost.add_metric((tenant,), rows)
+        yield lost
 
 
 class _Own(Collector):

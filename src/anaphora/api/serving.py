@@ -173,7 +173,7 @@ class Serving:
     ) -> None:
         self.roster = roster
         self.books = books or Books()
-        self.metrics = Metrics(roster.model.info)
+        self.metrics = Metrics(roster.model.info, self.books.lost_rows)
         self._max_waiting = max_waiting
         self._waiting = 0
         self._running = 0

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import sqlite3
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 
-from anaphora.cache.files import make_cache_folder
 from anaphora.clock import Clock, SystemClock
+from anaphora.database import Database
 from anaphora.prompt.conversation import well_formed
 from anaphora.usage.record import LIFETIMES, Record
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 _APPLICATION = 0x414E4155
 """Says in the file's header whose it is ("ANAU")."""
 
-_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+_MIGRATIONS = (
     (
         f"""
         CREATE TABLE requests (
@@ -43,14 +44,13 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX requests_by_time ON requests (time)",
     ),
 )
-"""Statements from each version to the next; ``user_version`` says how many versions a file has
-seen."""
 
 _INSERT = f"INSERT INTO requests VALUES ({', '.join('?' * (20 + len(LIFETIMES)))})"
 _BATCH = 500
 _DAY = 86400.0
 _BETWEEN_DELETIONS = 3600.0
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PATIENCE = 5.0
+"""Seconds to wait for whoever holds the file. Nobody waits for the ledger."""
 
 
 def default_usage_file(cache_dir: Path) -> Path:
@@ -62,12 +62,9 @@ def default_usage_file(cache_dir: Path) -> Path:
 class LedgerStats:
     written: int
     """Records in the database, since the start."""
-    lost: int
-    """Records that never got there: the queue was full, or the database couldn't be written."""
-
-
-class _ForeignError(sqlite3.DatabaseError):
-    """A database, but not one of ours, or of a version nobody here knows."""
+    lost: Mapping[str, int]
+    """Records that never got there, by tenant: the queue was full, or the database couldn't be
+    written."""
 
 
 class Ledger:
@@ -88,19 +85,18 @@ class Ledger:
         queue_size: int = 10_000,
         clock: Clock | None = None,
     ) -> None:
-        self._path = path
+        self._database = Database(path, _APPLICATION, _MIGRATIONS, patience=_PATIENCE)
         self._keep_days = keep_days
         self._clock = clock or SystemClock()
         self._queue: queue.Queue[Record | None] = queue.Queue(queue_size)
         self._lock = Lock()
         self._closed = False
-        self._written = self._lost = 0
+        self._written = 0
+        self._lost = Counter[str]()
         self._failing = False
         """Whether the last write failed: a failure that lasts is logged once."""
         self._hopeless = False
         """Whether a write failed at the end: then nothing else is tried, since somebody waits."""
-        self._database: sqlite3.Connection | None = None
-        self._inode = 0
         self._next_deletion = 0.0
         self._thread = Thread(target=self._run, name="usage ledger", daemon=True)
         self._thread.start()
@@ -112,11 +108,11 @@ class Ledger:
                 with contextlib.suppress(queue.Full):
                     self._queue.put_nowait(record)
                     return
-            self._lost += 1
+            self._lost[record.tenant] += 1
 
     def stats(self) -> LedgerStats:
         with self._lock:
-            return LedgerStats(self._written, self._lost)
+            return LedgerStats(self._written, dict(self._lost))
 
     def close(self) -> None:
         """Write what still waits, and end. Records added later are lost."""
@@ -136,7 +132,7 @@ class Ledger:
                     batch.append(self._queue.get_nowait())
             ended = batch[-1] is None
             self._take([record for record in batch if record is not None])
-        self._disconnect()
+        self._database.close()
 
     def _take(self, records: list[Record]) -> None:
         """Write ``records``, or count them as lost."""
@@ -148,92 +144,32 @@ class Ledger:
                 self._write(records)
                 written = True
         except Exception as error:  # whatever it is, serving goes on
-            self._disconnect()
             self._hopeless = self._closed
             if not self._failing:
-                logger.error("the usage of requests is not recorded in %s: %s", self._path, error)
+                path = self._database.path
+                logger.error("the usage of requests is not recorded in %s: %s", path, error)
         self._failing = not written
         with self._lock:
             if written:
                 self._written += len(records)
             else:
-                self._lost += len(records)
+                self._lost.update(record.tenant for record in records)
 
     def _write(self, records: list[Record]) -> None:
         rows = [_row(record) for record in records]
-        try:
-            self._insert(rows)
-        except sqlite3.DatabaseError as error:
-            if not isinstance(error, _ForeignError) and _code(error) not in _DAMAGED:
-                raise
-            self._disconnect()
-            _move_aside(self._path, error)
-            self._insert(rows)
-
-    def _insert(self, rows: list[tuple[object, ...]]) -> None:
-        database = self._connect()
         now = self._clock.now()
-        with database:  # all or none
-            database.execute("BEGIN")
+        oldest = None
+        if self._keep_days is not None and now >= self._next_deletion:
+            oldest = now - self._keep_days * _DAY
+
+        def work(database: sqlite3.Connection) -> None:
             database.executemany(_INSERT, rows)
-            if self._keep_days is not None and now >= self._next_deletion:
-                oldest = now - self._keep_days * _DAY
+            if oldest is not None:
                 database.execute("DELETE FROM requests WHERE time < ?", (oldest,))
-                self._next_deletion = now + _BETWEEN_DELETIONS
 
-    def _connect(self) -> sqlite3.Connection:
-        """The open database, opened anew where its file was moved or deleted."""
-        if self._database is not None:
-            with contextlib.suppress(OSError):
-                if self._path.stat().st_ino == self._inode:
-                    return self._database
-            self._disconnect()
-        make_cache_folder(self._path.parent)
-        # Made here, so that it is its owner's alone.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._inode = self._path.stat().st_ino
-        self._database = _opened(self._path)
-        return self._database
-
-    def _disconnect(self) -> None:
-        if self._database is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._database.close()
-        self._database = None
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(path, timeout=5.0, isolation_level=None)
-    try:
-        with database:
-            database.execute("BEGIN IMMEDIATE")  # others may just do the same
-            _migrate(database)
-        with contextlib.suppress(sqlite3.OperationalError):  # they hold it: they set this, too
-            database.execute("PRAGMA journal_mode = WAL")
-        # A crash of the machine may cost the last rows, never the file.
-        database.execute("PRAGMA synchronous = NORMAL")
-    except sqlite3.Error:
-        database.close()
-        raise
-    return database
-
-
-def _migrate(database: sqlite3.Connection) -> None:
-    """Bring an empty database, or one of an earlier version, up to date."""
-
-    def value(query: str) -> int:
-        return int(database.execute(query).fetchone()[0])
-
-    version = value("PRAGMA user_version")
-    ours = value("PRAGMA application_id") == _APPLICATION
-    empty = value("SELECT count(*) FROM sqlite_master") == 0
-    if not (ours or empty) or version > len(_MIGRATIONS):
-        raise _ForeignError("it is no usage file, or one of a later version")
-    for number, statements in enumerate(_MIGRATIONS[version:], start=version + 1):
-        for statement in statements:
-            database.execute(statement)
-        database.execute(f"PRAGMA application_id = {_APPLICATION}")
-        database.execute(f"PRAGMA user_version = {number}")
+        self._database.run(work)
+        if oldest is not None:
+            self._next_deletion = now + _BETWEEN_DELETIONS
 
 
 def _row(record: Record) -> tuple[object, ...]:
@@ -256,19 +192,3 @@ def _row(record: Record) -> tuple[object, ...]:
         record.miss,
         *((cost.amount, cost.uncached, cost.currency) if cost else (None, None, None)),
     )
-
-
-def _move_aside(path: Path, error: Exception) -> None:
-    """Rename a database that can't be used, with the files SQLite keeps beside it."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    for suffix in ("", "-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
-    logger.error("%s can't be used (%s): it is now %s, and a new one begins", path, error, aside)
-
-
-def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
