@@ -84,6 +84,22 @@ def test_a_tenants_responses_are_nobody_elses(open_store: OpenStore) -> None:
     assert names(store, "a") == ["a"]
 
 
+def test_items_are_found_by_the_response_they_are_of(
+    open_store: OpenStore, clock: ManualClock
+) -> None:
+    store = open_store(keep_days=2)
+    for name in ("a", "b"):
+        items = [{"id": f"{name}{number}", "text": name} for number in range(3)]
+        answer = {"id": name, "output": items[2:]}
+        assert run(store.save("alice", StoredResponse(name, None, items[:2], answer)))
+    wanted = {"a": {"a0", "a2", "b1"}, "b": ["b1"], "c": ["c1"]}
+    found = run(store.items("alice", wanted))
+    assert sorted(found.items()) == [(k, {"id": k, "text": k[0]}) for k in ("a0", "a2", "b1")]
+    assert run(store.items("bob", wanted)) == {}
+    clock.advance(2 * DAY)
+    assert run(store.items("alice", wanted)) == {}
+
+
 def test_they_expire_on_the_day(open_store: OpenStore, clock: ManualClock) -> None:
     store = open_store(keep_days=2)
     run(store.save("alice", turn("a")))

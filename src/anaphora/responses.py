@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +159,15 @@ class ResponseStore:
         turns = [_stored(row) for row in rows]
         return turns if turns and turns[0].previous is None else None
 
+    async def items(self, tenant: str, wanted: Mapping[str, Collection[str]]) -> dict[str, Plain]:
+        """Items of ``tenant``'s responses by their ids, as far as they are there.
+
+        Raises as :meth:`find`.
+
+        :param wanted: ids of items by the id of the response they are of.
+        """
+        return await self._read(lambda database: self._items(database, tenant, wanted))
+
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Forget a response; False: there is none. Raises as :meth:`find`."""
         return await self._read(lambda database: self._delete(database, tenant, response_id))
@@ -198,6 +207,17 @@ class ResponseStore:
         database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         self._make_room(database)
         return database.execute(_LIVING, (tenant, stored.id, now)).fetchone() is not None
+
+    def _items(
+        self, database: sqlite3.Connection, tenant: str, wanted: Mapping[str, Collection[str]]
+    ) -> dict[str, Plain]:
+        now = self._clock.now()
+        found: dict[str, Plain] = {}
+        for response_id, ids in wanted.items():
+            for row in database.execute(_LIVING, (tenant, response_id, now)):
+                items = _stored(row).items
+                found |= {item["id"]: item for item in items if item["id"] in ids}
+        return found
 
     def _delete(self, database: sqlite3.Connection, tenant: str, response_id: str) -> bool:
         now = self._clock.now()

@@ -168,6 +168,96 @@ def test_it_is_retrieved_listed_and_deleted(serve: Serve, store: Store) -> None:
     assert third.usage.input_tokens > second.usage.input_tokens
 
 
+def referring(*items: Any) -> list[Any]:
+    """References to ``items``, in the ways there are to write them."""
+    ways: list[dict[str, Any]] = [{"type": "item_reference"}, {}, {"type": None}]
+    return [{**ways[n % 3], "id": item.id} for n, item in enumerate(items)]
+
+
+def test_references_stand_for_items_of_any_kind_also_after_a_restart(
+    serve: Serve, store: Store
+) -> None:
+    server = serve(responses=store())
+    marked = {"type": "input_text", "text": "One", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    sent: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [marked, {"type": "input_text", "text": "Two"}]},
+        {"role": "assistant", "content": "Let me see."},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "say", "input": "hello"},
+        {"type": "function_call_output", "call_id": "c", "output": "It is blue."},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "said"},
+    ]
+    first = create(server, sent, max_output_tokens=64)
+    assert first.output, "it says something"
+    second = create(server, "Three", previous_response_id=first.id)
+    history = list(server.openai().responses.input_items.list(first.id, order="asc"))
+    assert len(history) == len(sent)
+    more = {"role": "user", "content": "Four"}
+    in_full = [*sent, *(item.model_dump() for item in first.output), more]
+    expected = create(server, in_full)
+    server.stop()
+    server = serve(responses=store())
+    third = create(server, [*referring(*history, *first.output), more])
+    assert third.usage.input_tokens == expected.usage.input_tokens
+    assert third.output_text == expected.output_text
+    items = server.openai().responses.input_items.list
+
+    def contents(response: Any) -> list[Any]:
+        return [item.model_dump(exclude={"id"}) for item in items(response.id, limit=100)]
+
+    assert contents(third) == contents(expected)
+    (asked, *_) = items(second.id)
+    fourth = create(server, referring(asked), previous_response_id=third.id)
+    assert fourth.usage.input_tokens > third.usage.input_tokens
+    server.openai().responses.delete(first.id)
+    copies = list(items(third.id, order="asc"))
+    again = create(server, referring(*copies))
+    assert again.usage.input_tokens == third.usage.input_tokens, "a copy outlives the item"
+
+
+def test_a_reference_to_what_is_not_there_is_refused(
+    serve: Serve, store: Store, clock: ManualClock, tmp_path: Path
+) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    alice, bob = file.add("alice"), file.add("bob")
+    server = serve(keys=Keys(file.path), responses=store())
+    kept, gone = (create(server, "One", api_key=alice) for _ in range(2))
+    client = server.openai(api_key=alice)
+    client.responses.delete(gone.id)
+    (item,) = client.responses.input_items.list(kept.id)
+    assert item.id is not None
+    own = gone.id.removeprefix("resp_")
+
+    def refused(key: str, item_id: str, kind: type[openai.APIStatusError], **more: Any) -> Any:
+        for stream in (False, True):
+            asked = [{"type": "item_reference", "id": item_id}, {"role": "user", "content": "Hi"}]
+            with pytest.raises(kind) as caught:
+                create(server, [*more.get("first", []), *asked], api_key=key, stream=stream)
+        error: Any = caught.value.body
+        assert (error["param"], error["code"]) == ("input", None)
+        assert error["type"] == "invalid_request_error"
+        return error["message"]
+
+    for key, item_id in [
+        (bob, item.id),
+        (alice, f"msg_{own}_0"),
+        (alice, f"msg_{own}"),
+        (alice, f"{item.id}0"),
+        (alice, kept.id),
+        (alice, "rs_abc"),
+        (alice, ""),
+    ]:
+        message = refused(key, item_id, openai.NotFoundError)
+        assert message == f"Item with id '{item_id}' not found."
+    twice = refused(alice, item.id, openai.BadRequestError, first=[{"id": item.id}])
+    assert twice.startswith(f"Duplicate item found with id {item.id}.")
+    with pytest.raises(openai.BadRequestError):
+        create(server, referring(item), api_key=alice, previous_response_id=kept.id)
+    clock.advance(30 * DAY)
+    refused(alice, item.id, openai.NotFoundError)
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_none"])
 def test_a_wrong_list_is_refused(serve: Serve, store: Store, query: str) -> None:
     server = serve(responses=store())
@@ -266,3 +356,5 @@ def test_a_server_without_a_store_says_so(server: Server) -> None:
     assert response.store is False
     with pytest.raises(openai.NotFoundError):
         server.openai().responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        create(server, [{"id": response.id.replace("resp", "msg")}])

@@ -19,9 +19,13 @@ def _as_parts(content: Any) -> Any:
 
 
 def _kind(item: Any) -> str:
-    """The type of an item; messages may leave it out."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
+    """The type of an item. Messages may leave it out; references may, and may say null."""
+    if not isinstance(item, dict):
+        return getattr(item, "type", None) or "item_reference"
+    refers = "id" in item and ("type" in item or "role" not in item)
+    untyped = "item_reference" if refers else "message"
+    kind = item.get("type", untyped)
+    return kind if isinstance(kind, str) else untyped
 
 
 class TextContent(Body):
@@ -83,13 +87,21 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
 
 
+class ItemReference(Body):
+    """An item of a stored response, to be put in its place."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind),
 ]
 
@@ -99,6 +111,17 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 def parse(listed: Sequence[Plain]) -> list[Item]:
     """Items from what :func:`listed` made of them, and from output of responses."""
     return _ITEMS.validate_python(listed)
+
+
+def output_id(request_id: str) -> str:
+    """The id of the message that answers a request."""
+    return f"msg_{request_id}"
+
+
+def response_id(item_id: str) -> str:
+    """The response that an item is of, if there is one: their ids tell."""
+    _, _, rest = item_id.partition("_")
+    return f"resp_{rest.partition('_')[0]}"
 
 
 def listed(items: Iterable[Item], request_id: str) -> list[Plain]:

@@ -1,7 +1,7 @@
 """OpenAI's Responses: ``POST /v1/responses``, and what is stored of them.
 
-A request brings the whole conversation, or names a stored response that it continues. Reasoning
-items of earlier turns are left out.
+A request brings the whole conversation, or names a stored response that it continues, or items of
+stored responses. Reasoning items of earlier turns are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anaphora.api.generation import Generation, tool
 from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
 from anaphora.api.openai_chat import ToolChoice, Verbosity
 from anaphora.api.openai_diagnostics import Likeness
-from anaphora.api.openai_items import Item
+from anaphora.api.openai_items import Item, ItemReference
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Sampling, Started
@@ -157,7 +157,9 @@ class Turn:
     """A request, and the conversation that it continues."""
 
     body: ResponsesRequest
-    before: tuple[StoredResponse, ...] = ()
+    before: tuple[StoredResponse, ...]
+    input: list[Item]
+    """That of the request, with what it refers to in its place."""
 
     @property
     def model(self) -> str | None:
@@ -174,7 +176,7 @@ class Turn:
         messages: list[Message] = []
         if body.instructions:
             messages.append(Message("system", (TextPart(body.instructions),)))
-        marked = openai_items.read([*earlier, *body.input], messages, caching)
+        marked = openai_items.read([*earlier, *self.input], messages, caching)
         return Generation(
             Conversation(tuple(messages), tuple(body.shown_tools)),
             0 if body.cache_options.prewarm else body.max_output_tokens,
@@ -192,7 +194,7 @@ class Exchange:
     ) -> None:
         """``compared`` is what to compare with, or what to say where that can't be."""
         self.answer = answer
-        self.item_id = f"msg_{answer.request.id}"
+        self.item_id = openai_items.output_id(answer.request.id)
         self.head = {
             "id": f"resp_{answer.request.id}",
             "object": "response",
@@ -225,7 +227,7 @@ class Exchange:
             stored = StoredResponse(
                 reply["id"],
                 body.previous_response_id,
-                openai_items.listed(body.input, self.answer.request.id),
+                openai_items.listed(self._turn.input, self.answer.request.id),
                 reply,
                 asdict(likeness),
             )
@@ -265,8 +267,9 @@ def router(api: Endpoint) -> APIRouter:
         body, tenant, headers = await api.read(request, ResponsesRequest)
         before = await _conversation(api, tenant, body.previous_response_id)
         compared = await _compared(api, tenant, body.cache_options.comparison_response_id)
-        turn = Turn(body, before)
-        answer = await api.submit(request, turn, tenant, quick=not before)
+        turn = Turn(body, before, await _resolved(api, tenant, body.input, before))
+        quick = turn.input is body.input and not before
+        answer = await api.submit(request, turn, tenant, quick=quick)
         exchange = Exchange(api, tenant, turn, compared, answer)
         if body.stream:
             events = _events(exchange, api.options.heartbeat)
@@ -333,6 +336,35 @@ async def _conversation(
             code="previous_response_not_found",
         )
     return tuple(turns)
+
+
+async def _resolved(
+    api: Endpoint, tenant: Tenant, items: list[Item], before: tuple[StoredResponse, ...]
+) -> list[Item]:
+    """``items`` with those they refer to in their places.
+
+    Raises :class:`ApiError` where one isn't there, or is in the conversation already.
+    """
+    references = [item.id for item in items if isinstance(item, ItemReference)]
+    if not references:
+        return items
+    there = {item["id"] for turn in before for item in turn.items}
+    wanted: dict[str, list[str]] = {}
+    for item_id in references:
+        if item_id in there:
+            raise ApiError(
+                f"Duplicate item found with id {item_id}. "
+                "Remove duplicate items from your input and try again.",
+                param="input",
+            )
+        there.add(item_id)
+        wanted.setdefault(openai_items.response_id(item_id), []).append(item_id)
+    found = await api.responses.items(tenant.name, wanted) if api.responses else {}
+    for item_id in references:
+        if item_id not in found:
+            raise ApiError(f"Item with id '{item_id}' not found.", status=404, param="input")
+    put = iter(openai_items.parse([found[item_id] for item_id in references]))
+    return [next(put) if isinstance(item, ItemReference) else item for item in items]
 
 
 async def _compared(api: Endpoint, tenant: Tenant, response_id: str | None) -> Likeness | Plain:
