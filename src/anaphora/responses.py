@@ -14,7 +14,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +37,7 @@ _MIGRATIONS = (
             tenant TEXT NOT NULL, id TEXT NOT NULL, previous TEXT,
             created REAL NOT NULL, expires REAL NOT NULL, size INTEGER NOT NULL,
             input TEXT NOT NULL, response TEXT NOT NULL, likeness TEXT NOT NULL,
+            deltas TEXT NOT NULL,
             PRIMARY KEY (tenant, id)
         )
         """,
@@ -99,6 +100,8 @@ class StoredResponse:
     """As it was answered."""
     likeness: Plain = None
     """What later requests can be compared with."""
+    deltas: list[int] = field(default_factory=list)
+    """The pieces in which its text went out, in characters."""
 
     @property
     def items(self) -> list[Plain]:
@@ -199,12 +202,13 @@ class ResponseStore:
             )
             if before.fetchone() is None:
                 return False
-        texts = [_text(value) for value in (stored.input, stored.response, stored.likeness)]
+        values = stored.input, stored.response, stored.likeness, stored.deltas
+        texts = [_text(value) for value in values]
         size = _ROW_BYTES + sum(len(text.encode()) for text in texts)
         if size > self._budget:
             return False
         row = (tenant, stored.id, stored.previous, now, now + self._keep, size, *texts)
-        database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         self._make_room(database)
         return database.execute(_LIVING, (tenant, stored.id, now)).fetchone() is not None
 
@@ -249,7 +253,7 @@ class ResponseStore:
 
 
 def _stored(row: tuple[str, ...]) -> StoredResponse:
-    _, response_id, previous, _, _, _, *texts = row[:9]
+    _, response_id, previous, _, _, _, *texts = row[:10]
     return StoredResponse(response_id, previous, *(json.loads(text) for text in texts))
 
 

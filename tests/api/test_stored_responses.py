@@ -265,8 +265,65 @@ def test_a_wrong_list_is_refused(serve: Serve, store: Store, query: str) -> None
     reply = server.http().get(f"/v1/responses/{response.id}/input_items?{query}")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == query.split("=")[0]
-    stream = server.http().get(f"/v1/responses/{response.id}?stream=true")
-    assert stream.status_code == 400
+
+
+@pytest.mark.parametrize("query", ["stream=perhaps", "stream=true&starting_after=x"])
+def test_a_wrong_wish_for_a_stream_is_refused(serve: Serve, store: Store, query: str) -> None:
+    server = serve(responses=store())
+    reply = server.http().get(f"/v1/responses/{create(server, 'One').id}?{query}")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == query.split("=")[-2].split("&")[-1]
+
+
+def test_a_stored_stream_is_given_again(serve: Serve, store: Store) -> None:
+    server = serve(responses=store())
+    known = create(server, "One").id
+    compare = {"prompt_cache_options": {"comparison_response_id": known}}
+    live = streamed(server, "One", max_output_tokens=64, extra_body=compare)
+    assert len(live) > 8, "it says something"
+    assert live[-1].response.prompt_cache_diagnostics is not None
+    server.stop()
+    server = serve(responses=store())
+    client = server.openai()
+
+    def again(**options: Any) -> list[Any]:
+        return list(client.responses.retrieve(live[0].response.id, stream=True, **options))
+
+    assert again() == live
+    for number in (0, 5, len(live) - 2):
+        assert again(starting_after=number) == live[number + 1 :]
+    assert again(starting_after=-7) == live
+    for past in (len(live) - 1, 10**30):
+        assert again(starting_after=past) == []
+    raw = server.http().get(f"/v1/responses/{live[0].response.id}?stream=true")
+    assert raw.headers["content-type"].startswith("text/event-stream")
+
+
+def test_a_response_that_was_not_streamed_is_given_as_a_stream(serve: Serve, store: Store) -> None:
+    server = serve(responses=store())
+    client = server.openai()
+    whole = create(server, "One", max_output_tokens=64)
+    assert whole.output_text, "it says something"
+    events: list[Any] = list(client.responses.retrieve(whole.id, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    message = ["output_item.added", "content_part.added", "output_text.delta"]
+    message += ["output_text.done", "content_part.done", "output_item.done"]
+    assert kinds == ["created", "in_progress", *message, whole.status]
+    assert events[-1].response.model_dump() == whole.model_dump()
+    empty = create(server, "One", max_output_tokens=0)
+    kinds = [event.type for event in client.responses.retrieve(empty.id, stream=True)]
+    assert kinds == ["response.created", "response.in_progress", f"response.{empty.status}"]
+
+
+def test_the_stream_helper_takes_up_a_stored_response(serve: Serve, store: Store) -> None:
+    server = serve(responses=store())
+    # Without an answer it is complete.
+    options: Any = {"prompt_cache_options": {"prewarm": True}}
+    done = create(server, "One", extra_body=options)
+    with server.openai().responses.stream(response_id=done.id) as stream:
+        assert stream.get_final_response().id == done.id
+    with pytest.raises(openai.NotFoundError):
+        server.openai().responses.retrieve("resp_abc", stream=True)
 
 
 def test_the_async_client(serve: Serve, store: Store) -> None:

@@ -199,15 +199,17 @@ def computed(done: Done) -> dict[str, str]:
     return {"anaphora-computed-tokens": str(done.computed_tokens)}
 
 
-def asks(kind: type[edge.Body]) -> dict[str, Any]:
-    """For the OpenAPI document: that a route takes a query of ``kind``."""
+def asks(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:
+    """For the OpenAPI document: that a route takes a query of ``kind``.
+
+    :param events: what the data of its events are, where it can stream.
+    """
     members = kind.model_json_schema()["properties"]
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": schema}
-            for name, schema in members.items()
-        ]
-    }
+    parameters = [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in members.items()
+    ]
+    return {"parameters": parameters, **_streams(events)}
 
 
 def takes(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:
@@ -216,16 +218,17 @@ def takes(kind: type[edge.Body], events: str | None = None) -> dict[str, Any]:
     :param events: what the data of its events are, where it can stream.
     """
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    extra: dict[str, Any] = {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"requestBody": body, **_streams(events)}
+
+
+def _streams(events: str | None) -> dict[str, Any]:
+    if events is None:
+        return {}
+    data = {"type": "string", "description": events}
+    event = {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
     }
-    if events is not None:
-        data = {"type": "string", "description": events}
-        event = {
-            "type": "object",
-            "properties": {"event": {"type": "string"}, "data": data},
-            "required": ["data"],
-        }
-        content = {"text/event-stream": {"itemSchema": event}}
-        extra["responses"] = {"200": {"content": content}}
-    return extra
+    return {"responses": {"200": {"content": {"text/event-stream": {"itemSchema": event}}}}}

@@ -207,6 +207,17 @@ def _listed_part(part: Part, role: str) -> Plain:
     return text_part(part.text)
 
 
+def answer(item_id: str, status: str, text: str = "") -> dict[str, Plain]:
+    """The message that an answer is."""
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [text_part(text)] if text else [],
+    }
+
+
 def text_part(text: str) -> Plain:
     """A text of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

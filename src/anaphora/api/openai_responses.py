@@ -6,8 +6,9 @@ stored responses. Reasoning items of earlier turns are left out.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,11 +20,12 @@ from starlette.responses import JSONResponse, Response
 from anaphora.api import openai_diagnostics, openai_items, streams
 from anaphora.api.edge import Body, Count, Off, Zero, query
 from anaphora.api.endpoint import Endpoint, asks, computed, takes
-from anaphora.api.errors import ApiError, as_api_error
+from anaphora.api.errors import ApiError
 from anaphora.api.generation import Generation, tool
 from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
 from anaphora.api.openai_chat import ToolChoice, Verbosity
 from anaphora.api.openai_diagnostics import Likeness
+from anaphora.api.openai_events import ResponseEvents, replay
 from anaphora.api.openai_items import Item, ItemReference
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
@@ -37,6 +39,8 @@ from anaphora.responses import StoredResponse
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
+
+_EVENTS = "The object of a `response.…` event."
 
 Items = Annotated[list[Item], Field(min_length=1)]
 
@@ -143,6 +147,15 @@ class ResponsesRequest(CachingBody):
         }
 
 
+class ResponseQuery(Body):
+    """How to give a stored response."""
+
+    stream: bool = False
+    """As the events of its stream."""
+    starting_after: int = -1
+    """The number of the event before them."""
+
+
 class ItemsQuery(Body):
     """Which items of the input to list."""
 
@@ -208,9 +221,12 @@ class Exchange:
         self._turn = turn
         self._compared = compared
 
-    async def finish(self, text: str, started: Started, done: Done) -> dict[str, Any]:
-        """The finished response. It is stored by then, where it is to be and can be."""
-        body = self._turn.body
+    async def finish(self, texts: Sequence[str], started: Started, done: Done) -> dict[str, Any]:
+        """The finished response. It is stored by then, where it is to be and can be.
+
+        :param texts: the pieces of the answer.
+        """
+        body, text = self._turn.body, "".join(texts)
         cut = done.reason == "length" and not body.cache_options.prewarm
         status = "incomplete" if cut else "completed"
         likeness = self._likeness(started)
@@ -219,7 +235,7 @@ class Exchange:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [_item(self.item_id, status, [openai_items.text_part(text)])] if text else [],
+            "output": [openai_items.answer(self.item_id, status, text)] if text else [],
             "prompt_cache_diagnostics": self._diagnostics(likeness, started),
             "usage": _usage(started, done),
         }
@@ -230,6 +246,7 @@ class Exchange:
                 openai_items.listed(self._turn.input, self.answer.request.id),
                 reply,
                 asdict(likeness),
+                [len(piece) for piece in texts if piece],
             )
             if not await self._api.responses.save(self._tenant.name, stored):
                 self._api.serving.metrics.count_lost_response(self._tenant.name)
@@ -260,7 +277,7 @@ def router(api: Endpoint) -> APIRouter:
     @routes.post(
         "/v1/responses",
         response_model=ResponseObject,
-        openapi_extra=takes(ResponsesRequest, "The object of a `response.…` event."),
+        openapi_extra=takes(ResponsesRequest, _EVENTS),
     )
     async def create_response(request: Request) -> Response:
         """The next answer in a conversation, in the protocol of OpenAI's Responses."""
@@ -275,19 +292,22 @@ def router(api: Endpoint) -> APIRouter:
             events = _events(exchange, api.options.heartbeat)
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
-        reply = await exchange.finish(finished.text, finished.started, finished.done)
+        reply = await exchange.finish([finished.text], finished.started, finished.done)
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
 
-    @routes.get(one, response_model=ResponseObject)
+    @routes.get(one, response_model=ResponseObject, openapi_extra=asks(ResponseQuery, _EVENTS))
     async def retrieve_response(request: Request, response_id: str) -> Response:
         """A stored response, as it was answered."""
         tenant = api.tenant(request)
-        if request.query_params.get("stream") == "true":
-            raise ApiError("stored responses can't be streamed: leave out stream", param="stream")
+        wanted = query(request, ResponseQuery)
         stored = api.responses and await api.responses.find(tenant.name, response_id)
         if not stored:
             raise _not_found(response_id)
-        return JSONResponse(stored.response)
+        if not wanted.stream:
+            return JSONResponse(stored.response)
+        events = await asyncio.to_thread(b"".join, replay(stored, wanted.starting_after))
+        headers = {"cache-control": "no-cache"}
+        return Response(events, headers=headers, media_type=streams.EventStream.media_type)
 
     @routes.delete(one, response_model=DeletedResponse)
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -415,36 +435,10 @@ def _usage(started: Started, done: Done) -> dict[str, Any]:
     }
 
 
-def _item(item_id: str, status: str, content: list[Any]) -> dict[str, Any]:
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
-
-
 async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
-    number, item_id = -1, exchange.item_id
-
-    def event(kind: str, **members: Any) -> bytes:
-        nonlocal number
-        number += 1
-        return streams.event({"type": kind, "sequence_number": number, **members}, kind)
-
-    running = {
-        **exchange.head,
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-    }
-    running["status"] = "in_progress"
-    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    texts: list[str] = []
-    yield event("response.created", response=running)
-    yield event("response.in_progress", response=running)
+    events = ResponseEvents(exchange.head, exchange.item_id)
+    for event in events.begin():
+        yield event
     try:
         async for happened in exchange.answer.events(heartbeat):
             match happened:
@@ -453,27 +447,11 @@ async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
                 case Started() as started:
                     pass
                 case str():
-                    if not texts:
-                        item = _item(item_id, "in_progress", [])
-                        yield event("response.output_item.added", output_index=0, item=item)
-                        part = openai_items.text_part("")
-                        yield event("response.content_part.added", **place, part=part)
-                    texts.append(happened)
-                    kind = "response.output_text.delta"
-                    yield event(kind, **place, delta=happened, logprobs=[])
+                    for event in events.add(happened):
+                        yield event
                 case Done():
-                    text = "".join(texts)
-                    reply = await exchange.finish(text, started, happened)
-                    if texts:
-                        kind = "response.output_text.done"
-                        yield event(kind, **place, text=text, logprobs=[])
-                        part = openai_items.text_part(text)
-                        yield event("response.content_part.done", **place, part=part)
-                        item = reply["output"][0]
-                        yield event("response.output_item.done", output_index=0, item=item)
-                    yield event(f"response.{reply['status']}", response=reply)
+                    reply = await exchange.finish(events.texts, started, happened)
+                    for event in events.end(reply):
+                        yield event
     except Exception as error:
-        told = as_api_error(error)
-        failure = {"code": told.code or "server_error", "message": str(told)}
-        failed = {**running, "status": "failed", "error": failure}
-        yield event("response.failed", response=failed)
+        yield events.fail(error)
