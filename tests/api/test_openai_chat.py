@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.api.conftest import DOCUMENT, Serve, Server
+from tests.api.test_streams import NEVER_ENDING
 from tests.test_model import opened
 
 QUESTION: list[Any] = [
@@ -213,6 +214,32 @@ def test_the_next_turn_finds_the_answer_settled(serve: Serve) -> None:
     usage = response.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= ready
     assert int(response.headers["anaphora-computed-tokens"]) == usage["prompt_tokens"] - ready
+
+
+def test_turns_of_several_conversations_are_settled_when_there_is_time(serve: Serve) -> None:
+    server = serve()
+    turns = []
+    for name in ("Ann", "Bob", "Cid"):  # one comes right behind the other
+        begun = [{"role": "system", "content": f"I am {name}. {DOCUMENT}"}, QUESTION[1]]
+        answer = ask(server, begun, max_tokens=20, logit_bias=NEVER_ENDING)
+        turns.append([*begun, {"role": "assistant", "content": answer.choices[0].message.content}])
+    wait_until_settled(server)
+    for turn in turns:
+        ready = opened(server.model, turn)
+        following = {"messages": [*turn, {"role": "user", "content": "And now?"}], "max_tokens": 0}
+        response = server.http().post("/v1/chat/completions", json=following)
+        prompt = response.json()["usage"]["prompt_tokens"]
+        assert int(response.headers["anaphora-computed-tokens"]) == prompt - ready
+
+
+def test_a_turn_that_goes_on_is_settled_no_more(serve: Serve) -> None:
+    server = serve()
+    first = ask(server, QUESTION, max_tokens=20, logit_bias=NEVER_ENDING)
+    turn = [*QUESTION, {"role": "assistant", "content": first.choices[0].message.content}]
+    ask(server, [*turn, *QUESTION], max_tokens=20, logit_bias=NEVER_ENDING)
+    assert len(server.serving._unsettled) == 1
+    wait_until_settled(server)
+    assert not server.serving._unsettled
 
 
 def wait_until_settled(server: Server) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Semaphore
 
 from anaphora.diagnose.explain import Explanation
 from anaphora.diagnose.memory import PromptMemory
@@ -36,6 +37,8 @@ _CONDITIONS = {
 }
 _WORTH_EXPLAINING = 128
 """Tokens not read from which on the ledger asks why."""
+_MOST_UNEXPLAINED = 1000
+"""Rows that may wait for that; further ones are written without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Books:
         self._prices = prices or PriceTable()
         self._memory = memory or PromptMemory()
         self._explaining = ThreadPoolExecutor(1, thread_name_prefix="miss causes")
+        self._unexplained = Semaphore(_MOST_UNEXPLAINED)
 
     def begin(
         self,
@@ -114,12 +118,13 @@ class Books:
         if self._ledger is None:
             return
         record = self._record(origin, outcome)
-        if record.tokens.prompt - record.tokens.read < _WORTH_EXPLAINING:
-            self._ledger.add(record)
-        else:
+        worth = record.tokens.prompt - record.tokens.read >= _WORTH_EXPLAINING
+        if worth and self._unexplained.acquire(blocking=False):
             self._explaining.submit(
                 self._add_explained, self._ledger, record, origin.tenant, vocabulary
             )
+        else:
+            self._ledger.add(record)
 
     def lost_rows(self) -> Mapping[str, int]:
         """How many rows could not be written so far, by tenant."""
@@ -179,6 +184,7 @@ class Books:
     def _add_explained(
         self, ledger: Ledger, record: Record, tenant: Tenant, vocabulary: Vocabulary
     ) -> None:
+        self._unexplained.release()
         found = None
         try:
             found = self._memory.explain(tenant, record.model, record.id, vocabulary)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+
 from anaphora.api.books import Books, Origin, Outcome
 from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
+from anaphora.cache.keys import Tokens
 from anaphora.engine.protocol import Done, Event, Failed, Generated, Started
 from anaphora.errors import (
     AnaphoraError,
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY = 60
 _SETTLE_AFTER = 0.25
+_MOST_UNSETTLED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,8 @@ class Serving:
         self._unused = asyncio.Event()
         self._unused.set()
         self._draining = False
+        self._unsettled: deque[Answer] = deque(maxlen=_MOST_UNSETTLED)
+        """Answers whose next turns are not prepared yet; the latest last."""
         self._settling: asyncio.Task[None] | None = None
         self._seconds = 1.0
         """How long a request takes, as a running mean."""
@@ -211,6 +218,7 @@ class Serving:
             choice = self.roster.find(name)
             if choice != self.roster.loaded:
                 self._unsettle()
+                self._unsettled.clear()
                 await self._unused.wait()
                 self._refuse_when_draining()
                 self._loading = asyncio.create_task(self._load(choice))
@@ -287,8 +295,11 @@ class Serving:
                 self._use(+1)
         except BaseException:
             self._queue(tenant, -1)
+            if not self._users:
+                self._settle()
             raise
         self._answers[answer.request.id] = answer
+        self._forget_turns_before(answer.request.tokens)
         loaded.host.submit(answer.request, answer.receive)
         return answer
 
@@ -316,8 +327,10 @@ class Serving:
         self.books.end(answer.origin, answer.outcome, answer.model.vocabulary)
         del self._answers[answer.request.id]
         self._use(-1)
-        if not self._users and answer.done is not None and answer.done.reason != "cancelled":
-            self._settle(answer)
+        if answer.done is not None and answer.done.reason != "cancelled":
+            self._unsettled.append(answer)
+        if not self._users:
+            self._settle()
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for ``answer`` any more."""
@@ -344,15 +357,33 @@ class Serving:
         if self._draining:
             raise ShuttingDownError("the server is stopping: try again later")
 
-    def _settle(self, answer: Answer) -> None:
-        """Prepare the next turn of ``answer``'s conversation, if nobody wants anything for a while.
+    def _settle(self) -> None:
+        """Prepare the next turns of conversations, if nobody wants anything for a while.
 
-        The next request ends that: it may be the next turn already, and what the engine can't get
-        to in idle time must not pile up.
+        The next request ends that, and they go on when there is time again. The latest come first,
+        and the oldest are forgotten: what there is no idle time for must not pile up.
         """
         self._unsettle()
         if not self._draining:
-            self._settling = asyncio.create_task(self._next_turn(answer))
+            self._settling = asyncio.create_task(self._settle_turns())
+
+    async def _settle_turns(self) -> None:
+        await asyncio.sleep(_SETTLE_AFTER)
+        while self._unsettled:
+            answer = self._unsettled[-1]
+            try:
+                await self._next_turn(answer)
+            except Exception:
+                logger.exception("the next turn of %s can't be prepared", answer.origin.id)
+            with suppress(ValueError):  # so many came since that it is forgotten
+                self._unsettled.remove(answer)
+
+    def _forget_turns_before(self, tokens: Tokens) -> None:
+        """What goes on now, with a prompt of ``tokens``, needs no preparing any more."""
+        for answer in list(self._unsettled):
+            before = answer.request.tokens
+            if np.array_equal(before, tokens[: len(before)]):
+                self._unsettled.remove(answer)
 
     def _unsettle(self) -> None:
         if self._settling is not None:
@@ -360,7 +391,6 @@ class Serving:
             self._settling = None
 
     async def _next_turn(self, answer: Answer) -> None:
-        await asyncio.sleep(_SETTLE_AFTER)
         request = await asyncio.to_thread(answer.next_turn, answer.text)
         if request is None:
             return

@@ -544,7 +544,9 @@ class LlamaEngine:
             size = size // micro * micro
         size = max(size // GRID * GRID, GRID)
         end = (start + size) // GRID * GRID
-        if end >= count:
+        if end - start < size // 2:  # up to the next line: a short call costs almost as much
+            end += GRID
+        if count - end < GRID // 2:
             end = count
             whole = count // GRID * GRID
             if self._exact and start < whole < count:
