@@ -20,7 +20,7 @@ from anaphora.clock import ManualClock
 from anaphora.diagnose.memory import PromptMemory
 from anaphora.keys import KeyFile, Keys
 from anaphora.model import Model
-from anaphora.profiles import PROFILES, Anthropic, Local
+from anaphora.profiles import PROFILES, Anthropic, Local, OpenAI
 from anaphora.roster import Choice, Roster
 from anaphora.settings import Settings
 from tests.api.conftest import DOCUMENT, Serve, Server
@@ -141,6 +141,24 @@ def marked(blocks: int = 0) -> Json:
     parts += [{"type": "text", "text": f" Block {number}."} for number in range(blocks)]
     parts[-1].update(MARK)
     return {"max_tokens": 1, "messages": [{"role": "user", "content": parts}]}
+
+
+def test_another_cache_key_and_another_setting_are_named(serve: Serve) -> None:
+    rules = {**PROFILES, "openai": OpenAI(minimum=200), "anthropic": Anthropic(minimum=200)}
+    server = serve(options=Options(profile="openai", profiles=rules))
+    body = request("chat", [user(DOCUMENT)])
+    post(server, "chat", {**body, "prompt_cache_key": "a"})
+    for change, cause, named in (
+        ({"prompt_cache_key": "b"}, "other_cache_key", "cache key"),
+        ({"prompt_cache_key": "b", "verbosity": "low"}, "other_setting", "verbosity"),
+    ):
+        found = explained(server, post(server, "chat", {**body, **change}).json()["id"])
+        assert (found["cause"], named in found["sentence"]) == (cause, True), found
+    server = serve(options=Options(profile="anthropic", profiles=rules))
+    post(server, "messages", marked())
+    changed = {**marked(), "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    found = explained(server, post(server, "messages", changed).json()["id"])
+    assert (found["cause"], "thinking" in found["sentence"]) == ("other_setting", True)
 
 
 @pytest.fixture

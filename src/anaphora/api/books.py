@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Semaphore
 
+from anaphora.api.generation import Prepared
 from anaphora.diagnose.explain import Explanation
 from anaphora.diagnose.memory import PromptMemory
-from anaphora.diagnose.prompts import Decision, Remembered, Span
+from anaphora.diagnose.prompts import Decision, Remembered
 from anaphora.engine.protocol import Done, Request, Started, Times
 from anaphora.errors import EngineError
 from anaphora.keys import Tenant
@@ -31,10 +32,7 @@ ID_PREFIXES: Mapping[Api, str] = {
 }
 """How the id of an answer begins. What follows is the request's own, the same as in the header
 ``request-id``."""
-_CONDITIONS = {
-    "anthropic": "tool choice, thinking or effort",
-    "openai": "cache key, format, effort or verbosity",
-}
+_SHORTER = {"prompt_cache_key": "cache_key"}
 _WORTH_EXPLAINING = 128
 """Tokens not read from which on the ledger asks why."""
 _MOST_UNEXPLAINED = 1000
@@ -91,26 +89,31 @@ class Books:
         self._explaining = ThreadPoolExecutor(1, thread_name_prefix="miss causes")
         self._unexplained = Semaphore(_MOST_UNEXPLAINED)
 
-    def begin(
-        self,
-        origin: Origin,
-        request: Request,
-        model: str,
-        spans: tuple[Span, ...],
-        rules: tuple[str, ...],
-        started: Started,
-    ) -> None:
-        """Remember the prompt of a request whose prefix is restored."""
-        hints = request.cache
+    def begin(self, origin: Origin, prepared: Prepared, model: str, started: Started) -> None:
+        """Remember the prompt of a request whose prefix is restored.
+
+        :param model: what the API calls it.
+        """
+        request, hints = prepared.request, prepared.request.cache
         match = {"model": model, "profile": hints.profile.name}
         decision = Decision(started.read_tokens, reused=started.found.total, unread=started.unread)
         if not isinstance(hints.profile, Local):
             ends = _breakpoints(hints.profile, hints.outline)
             positions = tuple(sorted({end.position for end in ends}))
             decision = replace(decision, breakpoints=positions, minimum=hints.profile.minimum)
-            # Of what else has to be equal only a hash is known.
-            match[_CONDITIONS[hints.profile.name]] = ends[-1].match if ends else ""
-        prompt = Remembered(origin.id, origin.time, request.tokens, spans, match, decision, rules)
+            # Breakpoints of one protocol are never found by another.
+            match["protocol"] = "messages" if origin.api == "messages" else "openai"
+            given = prepared.conditions.items()
+            match |= {_SHORTER.get(name, name): str(value) for name, value in given}
+        prompt = Remembered(
+            origin.id,
+            origin.time,
+            request.tokens,
+            prepared.spans,
+            match,
+            decision,
+            prepared.rules,
+        )
         self._memory.remember(origin.tenant, model, prompt)
 
     def end(self, origin: Origin, outcome: Outcome, vocabulary: Vocabulary) -> None:

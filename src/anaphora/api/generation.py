@@ -42,6 +42,8 @@ class Generation:
     """Lifetime of the breakpoint that OpenAI's rules manage; ``None``: only explicit ones."""
     rules: tuple[str, ...] = ()
     """Names of the rules for volatile text that were applied to the prompt."""
+    conditions: Mapping[str, Plain] = field(default_factory=dict)
+    """What prefixes have to match on besides tokens, without defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Prepared:
     spans: tuple[Span, ...] = ()
     """What of the conversation the stretches of the prompt are from."""
     rules: tuple[str, ...] = ()
-    """Those of the generation."""
+    conditions: Mapping[str, Plain] = field(default_factory=dict)
+    """Both are those of the generation."""
 
 
 def tool(name: str, description: str | None, parameters: Plain | None) -> Plain:
@@ -141,6 +144,7 @@ def prepare(
         lambda answer: _next_turn(model, generation, cache, answer),
         _spans(model, generation, prompt),
         generation.rules,
+        generation.conditions,
     )
 
 

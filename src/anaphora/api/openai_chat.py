@@ -170,6 +170,7 @@ class ChatRequest(ChoicesBody, CachingBody):
             self.chat_template_kwargs or {},
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
+            conditions=conditions.given,
         )
 
 

@@ -196,6 +196,7 @@ class Turn:
             Sampling(**body.given("temperature", "top_p")),
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
+            conditions=caching.conditions.given,
         )
 
 

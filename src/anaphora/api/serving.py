@@ -52,9 +52,8 @@ class Answer:
     ) -> None:
         self.model = model
         self.model_name = name
+        self.prepared = prepared
         self.request = prepared.request
-        self.spans = prepared.spans
-        self.rules = prepared.rules
         self.origin = origin
         self.next_turn = prepared.next_turn
         self.started: Started | None = None
@@ -310,9 +309,7 @@ class Serving:
         self._run(origin.tenant.name, +1)
         if started is not None:
             self.metrics.count_prompt(origin.tenant.name, started)
-            self.books.begin(
-                origin, answer.request, answer.model_name, answer.spans, answer.rules, started
-            )
+            self.books.begin(origin, answer.prepared, answer.model_name, started)
 
     def end(self, answer: Answer) -> None:
         """The engine is done with ``answer``."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
-from anaphora.profiles.outline import Outline, Ttl, match_key
+from anaphora.profiles.outline import Outline, Ttl, match_key, not_default
 
 Level = Literal["tools", "system", "messages"]
 """The order of a prompt. What changes on one level invalidates it and those after it."""
@@ -81,17 +81,15 @@ class Conditions:
     """With its budget where one is given."""
     effort: str = "high"
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return not_default(asdict(self), asdict(Conditions()))
+
     def match(self, level: Level) -> str:
         """The match key of boundaries on ``level``."""
         names = {"tools": (), "system": _SYSTEM, "messages": tuple(asdict(self))}[level]
-        defaults = Conditions()
-        return match_key(
-            {
-                name: getattr(self, name)
-                for name in names
-                if getattr(self, name) != getattr(defaults, name)
-            }
-        )
+        return match_key({name: value for name, value in self.given.items() if name in names})
 
 
 _SYSTEM = ("speed", "citations", "web")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
-from anaphora.profiles.outline import Outline, Ttl, match_key
+from anaphora.profiles.outline import Outline, Ttl, match_key, not_default
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,11 @@ class Conditions:
     context_management: str = ""
 
     @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return not_default(asdict(self), asdict(Conditions()))
+
+    @property
     def match(self) -> str:
         """The match key of every boundary of the request."""
-        defaults = asdict(Conditions())
-        return match_key(
-            {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        )
+        return match_key(self.given)

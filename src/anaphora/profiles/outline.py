@@ -68,6 +68,11 @@ class Outline:
 NO_OUTLINE = Outline()
 
 
+def not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that are not what ``defaults`` has under their name."""
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
 def match_key(conditions: Mapping[str, Any]) -> str:
     """32 hexadecimal digits that stand for JSON values by name; empty where there are none.
 
