@@ -10,8 +10,14 @@ from typing import Any
 import openai
 import pytest
 
+from anaphora.api.generation import Generation, prepare
+from anaphora.engine.protocol import Sampling
+from anaphora.keys import LOCAL
+from anaphora.profiles import Local
+from anaphora.prompt.conversation import Conversation
 from tests.api.conftest import DOCUMENT, Serve, Server
 from tests.api.test_streams import NEVER_ENDING
+from tests.conftest import TinyModel
 from tests.test_model import opened
 
 QUESTION: list[Any] = [
@@ -240,6 +246,14 @@ def test_a_turn_that_goes_on_is_settled_no_more(serve: Serve) -> None:
     assert len(server.serving._unsettled) == 1
     wait_until_settled(server)
     assert not server.serving._unsettled
+
+
+def test_without_a_cache_there_is_nothing_to_settle(serve: Serve, tiny_model: TinyModel) -> None:
+    server = serve(paths=[tiny_model("mamba")], cache_dir=None)
+    conversation = Conversation.parse([{"role": "user", "content": "Hi"}])
+    generation = Generation(conversation, 8, Sampling())
+    prepared = prepare(server.model, generation, LOCAL, Local(), request_id="x", strict=False)
+    assert prepared.next_turn("Hello.") is None
 
 
 def wait_until_settled(server: Server) -> None:

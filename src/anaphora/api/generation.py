@@ -165,7 +165,7 @@ def _next_turn(
     model: Model, generation: Generation, cache: Callable[[Tokens], CacheHints], answer: str
 ) -> Request | None:
     """A request that settles the turn; ``None`` where there is nothing to settle."""
-    if not answer or not isinstance(generation.prompt, Conversation):
+    if not (answer and model.info.caching and isinstance(generation.prompt, Conversation)):
         return None
     try:
         answered = adapt.answered(generation.prompt, answer)
