@@ -66,9 +66,9 @@ class Form:
                 return cls(think, syntax)
         return cls(think, BARE_JSON)
 
-    def shown(self, control: Mapping[str, int]) -> dict[int, bytes]:
+    def shown(self, control: Mapping[str, int], *, with_calls: bool) -> dict[int, bytes]:
         """The control tokens that are parts of its markers, with their texts."""
-        markers = [*self.syntax.markers]
+        markers = [*self.syntax.markers] if with_calls or self.syntax.channels else []
         if self.think:
             markers += [self.think.open, self.think.close]
         return {

@@ -20,8 +20,8 @@ class Reader:
 
     - A call is given out when it is complete. What turns out to be none, because it is no valid
       call, of no tool there is, or cut off, is text.
-    - Text is given out as it is, but for white space that belongs to markers: before a call, between
-      calls and behind the last one; line ends behind reasoning.
+    - Text is given out as it is, but for white space that belongs to markers: before a call,
+      between calls and behind the last one; line ends behind reasoning.
     - Reasoning is given out without white space around it.
     - Markers that are spelled in plain text open reasoning only where the answer begins.
     - Texts of control tokens are never given out.

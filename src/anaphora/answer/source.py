@@ -64,7 +64,9 @@ class Source:
         longest = max(map(len, options))
         while True:
             ahead = self._text[self._at : self._at + longest]
-            if not self._ended and any(len(o) > len(ahead) and o.startswith(ahead) for o in options):
+            if not self._ended and any(
+                len(o) > len(ahead) and o.startswith(ahead) for o in options
+            ):
                 yield
                 continue
             return max((o for o in options if ahead.startswith(o)), key=len, default=None)

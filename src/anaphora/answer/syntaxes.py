@@ -149,7 +149,7 @@ def _kimi(source: Source, tools: Tools) -> Reading:
 
 
 def _deepseek(source: Source, tools: Tools) -> Reading:
-    """A section of ``NAME<｜tool▁sep｜>{...}``, or of ``function<｜tool▁sep｜>NAME`` and a fence."""
+    """A section of ``NAME<｜tool▁sep｜>{...}`` or ``function<｜tool▁sep｜>NAME`` and a fence."""
     yield from source.skip("<｜tool▁calls▁begin｜>")
     while True:
         yield from source.space()
@@ -373,9 +373,7 @@ SYNTAXES = (
         _key_value_tags,
         ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
     ),
-    Syntax(
-        "qwen-coder", ("<tool_call>", "<function="), _functions_in_tags, ("</tool_call>",)
-    ),
+    Syntax("qwen-coder", ("<tool_call>", "<function="), _functions_in_tags, ("</tool_call>",)),
     GENERIC,
     BARE_JSON,
 )

@@ -131,6 +131,9 @@ class Request:
     sampling: Sampling = GREEDY
     cache: CacheHints = CacheHints()
     background: bool = False
+    shown: Mapping[int, bytes] = field(default_factory=dict)
+    """Control tokens that are part of the answer's text, and what they are in it. All others are
+    no text."""
     want_logits: bool = False
     """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
 

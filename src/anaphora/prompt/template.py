@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -110,11 +111,38 @@ class ChatTemplate:
         return not self._shows(probe, probe) and self._shows(probe, parts)
 
     @cached_property
-    def shows_tools(self) -> bool:
-        """Whether tools, calls of them and their results are all shown."""
-        described, called, value, result = (
-            f"anaphora_{n}" for n in ("tool", "call", "x", "result")
-        )
+    def example(self) -> str | None:
+        """A conversation with a tool, a call of it and a result, as the template shows them.
+
+        ``None``: it doesn't show all of that.
+        """
+        probes = tuple(f"anaphora_{n}" for n in ("tool", "call", "x", "result"))
+        try:
+            text = self._example(probes, "call00000")
+        except TemplateError:
+            return None
+        return text if all(probe in text for probe in probes) else None
+
+    @cached_property
+    def wants_short_ids(self) -> bool:
+        """Whether ids of calls have to be nine letters and digits."""
+        if self.example is None:
+            return False
+        try:
+            self._example(("tool", "call", "x", "result"), "call_of_any_length")
+        except TemplateError:
+            return True
+        return False
+
+    @cached_property
+    def reasoning_field(self) -> str:
+        """The member of a message in which the template looks for reasoning."""
+        names = ("reasoning_content", "reasoning", "thinking")
+        looks_for = (re.search(rf"""[.'"]{name}\b""", self.source) for name in names)
+        return next((n for n, found in zip(names, looks_for, strict=True) if found), names[0])
+
+    def _example(self, probes: tuple[str, ...], call_id: str) -> str:
+        described, called, value, result = probes
 
         def content(text: str) -> Any:
             return [{"type": "text", "text": text}] if self.wants_parts else text
@@ -125,22 +153,18 @@ class ChatTemplate:
             {
                 "role": "assistant",
                 "content": content(""),
-                "tool_calls": [{"id": "call00000", "type": "function", "function": call}],
+                "tool_calls": [{"id": call_id, "type": "function", "function": call}],
             },
             {
                 "role": "tool",
-                "tool_call_id": "call00000",
+                "tool_call_id": call_id,
                 "name": called,
                 "content": content(result),
             },
         ]
         parameters = {"type": "object", "properties": {"value": {"type": "string"}}}
         function = {"name": described, "description": "A probe.", "parameters": parameters}
-        try:
-            text = self.render(messages, tools=[{"type": "function", "function": function}])
-        except TemplateError:
-            return False
-        return all(probe in text for probe in (described, called, value, result))
+        return self.render(messages, tools=[{"type": "function", "function": function}])
 
     def _shows(self, probe: str, content: Any) -> bool:
         try:
