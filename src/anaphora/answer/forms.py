@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anaphora.answer.reader import Reader
 from anaphora.answer.syntaxes import BARE_JSON, GENERIC, HARMONY, SYNTAXES, Syntax, Tools
@@ -45,7 +45,8 @@ class Form:
 
     think: Think | None = None
     """``None``: reasoning is not set apart from text."""
-    syntax: Syntax = GENERIC
+    syntaxes: tuple[Syntax, ...] = (GENERIC,)
+    """In which it may write calls."""
 
     @classmethod
     def of(cls, source: str, called: str | None) -> Form:
@@ -56,19 +57,29 @@ class Form:
             has no form for that, and the generic one is used.
         """
         if all(sign in source for sign in _SIGNS[HARMONY.name]):
-            return cls(None, HARMONY)
+            return cls(None, (HARMONY,))
         think = next((one for one in THINK if one.close in source), None)
-        if called is None:
-            return cls(think, GENERIC)
-        for syntax in SYNTAXES:
-            signs = _SIGNS.get(syntax.name)
-            if signs and all(sign in called for sign in signs):
-                return cls(think, syntax)
-        return cls(think, BARE_JSON)
+        shown = source if called is None else called
+        found = [syntax for syntax in SYNTAXES if _shows(shown, syntax)]
+        if called is None:  # the model may still write calls as it was trained to
+            return cls(think, tuple(found[:1])).with_generic()
+        return cls(think, (found[0] if found else BARE_JSON,))
+
+    @property
+    def channels(self) -> bool:
+        """Whether all of an answer is written in its syntax."""
+        return any(syntax.channels for syntax in self.syntaxes)
+
+    def with_generic(self) -> Form:
+        """That of the same model where tools are shown in the generic form."""
+        others = [one for one in self.syntaxes if GENERIC.openings[0] not in one.openings]
+        return self if self.channels else replace(self, syntaxes=(GENERIC, *others))
 
     def shown(self, control: Mapping[str, int], *, with_calls: bool) -> dict[int, bytes]:
         """The control tokens that are parts of its markers, with their texts."""
-        markers = [*self.syntax.markers] if with_calls or self.syntax.channels else []
+        markers: list[str] = []
+        if with_calls or self.channels:
+            markers += (marker for syntax in self.syntaxes for marker in syntax.markers)
         if self.think:
             markers += [self.think.open, self.think.close]
         return {
@@ -87,3 +98,8 @@ class Form:
         """
         opened = self.think is not None and prompt.rstrip().endswith(self.think.open)
         return Reader(self, tools, hidden, opened=opened, first_call_only=first_call_only)
+
+
+def _shows(text: str, syntax: Syntax) -> bool:
+    signs = _SIGNS.get(syntax.name)
+    return signs is not None and all(sign in text for sign in signs)

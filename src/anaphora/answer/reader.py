@@ -56,17 +56,13 @@ class Reader:
         self._trims_lines = False
         """Line ends at the start of the next text belong to a marker."""
         self._behind_call = False
-        self._openings = self._syntax.openings if self._syntax else ()
+        self._syntaxes = [one for one in form.syntaxes if tools or one.channels]
+        self._openings = {text: one for one in self._syntaxes for text in one.openings}
         markers = [*self._openings, *self._hidden]
         if form.think and form.think.open in hidden:
             markers.append(form.think.open)
         self._markers = Markers(*markers) if markers else None
         self._steps = self._read(opened)
-
-    @property
-    def _syntax(self) -> Syntax | None:
-        syntax = self._form.syntax
-        return syntax if self._tools or syntax.channels else None
 
     def feed(self, text: str) -> list[Piece]:
         """Add text; returns what became final."""
@@ -100,16 +96,17 @@ class Reader:
                 yield from self._reason(think)
             else:
                 self._space.append(space)
-        if self._syntax is not None and self._syntax.leads:
-            self._space.append((yield from source.space()))
-            if (yield from source.peek("{", "[")):
-                yield from self._call(self._syntax)
+        for syntax in self._syntaxes:
+            if syntax.leads and not (yield from source.peek(*syntax.leads)):
+                self._space.append((yield from source.space()))
+            if syntax.leads and (yield from source.peek(*syntax.leads)):
+                yield from self._call(syntax)
         while True:
             marker = yield from self._text()
             if marker is None:
                 break
-            if marker in self._openings and self._syntax is not None:
-                yield from self._call(self._syntax)
+            if marker in self._openings:
+                yield from self._call(self._openings[marker])
             elif think is not None and marker == think.open:
                 yield from source.skip(marker)
                 yield from self._reason(think)

@@ -35,8 +35,8 @@ class Syntax:
     """Begins in front of an opening."""
     others: tuple[str, ...] = ()
     """What else belongs to it."""
-    leads: bool = False
-    """A call can also begin the answer without an opening."""
+    leads: tuple[str, ...] = ()
+    """What a call begins with where it begins the answer without an opening."""
     channels: bool = False
     """All of an answer is written in it, also where there are no tools."""
 
@@ -257,7 +257,7 @@ def _harmony(source: Source, tools: Tools) -> Reading:
     """
     header = ""
     try:
-        if (yield from source.skip("<|start|>")):
+        if (yield from source.skip("<|start|>")) or (yield from source.peek(" to=")):
             header = yield from source.until(_CHANNEL)
         if (yield from source.skip("<|channel|>")):
             header += " " + (yield from source.until(_MESSAGE))
@@ -326,12 +326,13 @@ def _unwrapped(value: str) -> str:
 
 GENERIC = Syntax("hermes", ("<tool_call>",), _hermes, ("</tool_call>",))
 """That of the tools' generic form, see :mod:`anaphora.prompt.adapt`."""
-BARE_JSON = Syntax("json", ("<|python_tag|>",), _bare_json, leads=True)
+BARE_JSON = Syntax("json", ("<|python_tag|>",), _bare_json, leads=("{", "["))
 HARMONY = Syntax(
     "harmony",
     ("<|channel|>", "<|start|>"),
     _harmony,
     ("<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+    leads=(" to=",),  # the prompt has the rest of the header
     channels=True,
 )
 SYNTAXES = (

@@ -12,7 +12,6 @@ import numpy as np
 from anaphora.answer.forms import Form
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.answer.reader import Reader
-from anaphora.answer.syntaxes import GENERIC
 from anaphora.api.errors import ApiError
 from anaphora.api.outlines import Ending, outline
 from anaphora.cache.index import common_prefix
@@ -181,8 +180,8 @@ def _reading(
     if not isinstance(generation.prompt, Conversation):
         return {}, Form().reader("", {}, frozenset())
     form = model.renderer.form
-    if prompt.generic_tools and not form.syntax.channels:
-        form = replace(form, syntax=GENERIC)
+    if prompt.generic_tools:
+        form = form.with_generic()
     tools = {} if generation.calls == "none" else _parameters(generation.prompt.tools)
     shown = form.shown(model.vocabulary.control, with_calls=bool(tools))
     hidden = frozenset(text.decode() for text in shown.values())
