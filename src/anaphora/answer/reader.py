@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text, merged
 from anaphora.answer.source import Markers, NoCall, Source
-from anaphora.answer.syntaxes import Syntax, Tools
+from anaphora.answer.syntaxes import Syntax, Thought, Tools
 
 if TYPE_CHECKING:
-    from anaphora.answer.forms import Form, Think
+    from anaphora.answer.forms import Form
 
 
 class Reader:
@@ -20,8 +20,8 @@ class Reader:
 
     - A call is given out when it is complete. What turns out to be none, because it is no valid
       call, of no tool there is, or cut off, is text.
-    - Text is given out as it is, but for white space that belongs to markers: before a call,
-      between calls and behind the last one; line ends behind reasoning.
+    - Text is given out as it is, but for white space that belongs to markers: before calls and
+      reasoning, between calls and behind the last one; line ends behind reasoning.
     - Reasoning is given out without white space around it.
     - Markers that are spelled in plain text open reasoning only where the answer begins.
     - Texts of control tokens are never given out.
@@ -93,7 +93,8 @@ class Reader:
         if think is not None:
             space = yield from source.space()
             if (yield from source.skip(think.open)) or opened:
-                yield from self._reason(think)
+                yield from self._reason(think.close)
+                yield from source.skip(think.close)
             else:
                 self._space.append(space)
         for syntax in self._syntaxes:
@@ -109,11 +110,13 @@ class Reader:
                 yield from self._call(self._openings[marker])
             elif think is not None and marker == think.open:
                 yield from source.skip(marker)
-                yield from self._reason(think)
+                yield from self._reason(think.close)
+                yield from source.skip(think.close)
             else:  # a control token astray
                 yield from source.skip(marker)
-        if not self._behind_call and self._space:
-            yield Text("".join(self._space))
+        space = "".join(self._space)
+        if space and not self._behind_call:
+            yield Text(space)
 
     def _text(self) -> Generator[Piece | None, None, str | None]:
         """Give out text up to a marker, which is returned; ``None``: up to the end."""
@@ -163,34 +166,33 @@ class Reader:
                     case Call():
                         yield from self._say(source.since_mark())
                         source.mark()
-                    case Reasoning():
-                        self.thinking = True
-                        yield from self._think(piece.text)
+                    case Thought():
+                        yield from self._reason(*piece.ends)
                         source.mark()
         except NoCall:
             called = False
-        if self.thinking:
-            self._think_no_more()
         if not called:
             yield from self._say(source.since_mark())
 
-    def _reason(self, think: Think) -> Generator[Piece | None, None, None]:
-        """Read reasoning up to its closing marker."""
+    def _reason(self, *ends: str) -> Generator[Piece | None, None, None]:
+        """Read reasoning up to one of ``ends``, which is not read."""
         self.thinking = True
-        source, closing = self._source, Markers(think.close)
+        self._space.clear()
+        source, markers = self._source, Markers(*ends, *self._hidden)
         while (yield from source.more()):
             source.mark()
-            text, marker = yield from source.stretch(closing)
+            text, marker = yield from source.stretch(markers)
             yield from self._think(text)
-            if marker is not None:
-                yield from source.skip(marker)
+            if marker in ends:
                 break
-        self._think_no_more()
+            if marker is not None:  # a control token astray
+                yield from source.skip(marker)
+        self.thinking = False
+        self._thought = []
+        self._trims_lines = True
 
     def _think(self, text: str) -> Generator[Piece, None, None]:
         """Give out reasoning, without white space around it."""
-        for marker in self._hidden:
-            text = text.replace(marker, "")
         kept = text.rstrip()
         if kept and not self._thought:
             yield Reasoning(kept.lstrip())
@@ -198,8 +200,3 @@ class Reader:
             yield Reasoning("".join(self._thought) + kept)
         if kept or self._thought:
             self._thought = [*([] if kept else self._thought), text[len(kept) :]]
-
-    def _think_no_more(self) -> None:
-        self.thinking = False
-        self._thought = []
-        self._trims_lines = True

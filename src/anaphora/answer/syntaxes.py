@@ -15,14 +15,23 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from anaphora.answer.pieces import Call, Piece, Reasoning
+from anaphora.answer.pieces import Call
 from anaphora.answer.source import Markers, NoCall, Source, Wait
 from anaphora.answer.values import arguments, from_json, parameter, typed
 from anaphora.prompt.conversation import Plain
 
 Tools = Mapping[str, Plain]
 """Schemas of the parameters of the tools that can be called, by name."""
-Reading = Generator[Piece | None, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What comes next is reasoning, up to one of these markers."""
+
+    ends: tuple[str, ...]
+
+
+Reading = Generator[Call | Thought | None, None, None]
 
 
 @dataclass(frozen=True)
@@ -272,18 +281,12 @@ def _harmony(source: Source, tools: Tools) -> Reading:
         yield from source.skip("<|call|>", "<|end|>")
         yield Call(called[1], arguments(from_json(text)))
     elif "analysis" in header.split():
-        while True:
-            text, marker = yield from source.stretch(_MESSAGE_END)
-            if text:
-                yield Reasoning(text)
-            if marker or source.exhausted:
-                break
-        yield from source.skip("<|end|>", "<|return|>")
+        yield Thought(("<|end|>", "<|return|>", "<|call|>", "<|start|>"))
+        yield from source.skip("<|end|>")
 
 
 _CHANNEL = Markers("<|channel|>", "<|message|>", "<|end|>")
 _MESSAGE = Markers("<|message|>", "<|end|>", "<|start|>")
-_MESSAGE_END = Markers("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 
 
 def _named(text: str) -> Iterator[Call]:

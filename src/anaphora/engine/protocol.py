@@ -131,11 +131,11 @@ class Request:
     sampling: Sampling = GREEDY
     cache: CacheHints = CacheHints()
     background: bool = False
+    want_logits: bool = False
+    """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
     shown: Mapping[int, bytes] = field(default_factory=dict)
     """Control tokens that are part of the answer's text, and what they are in it. All others are
     no text."""
-    want_logits: bool = False
-    """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):

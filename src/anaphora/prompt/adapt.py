@@ -11,8 +11,8 @@ The same rules hold for every wire protocol:
   ``<tool_call>`` and results in ``<tool_response>`` tags.
 - A tool's result that doesn't say which tool it is from gets the name from the call.
 - Arguments of a call that are a JSON text become the object they stand for.
-- Calls and results are matched by id (:mod:`anaphora.prompt.calls`). Where the template takes short
-  ids only, others are replaced by nine characters made of them.
+- Calls and results are matched by id (:mod:`anaphora.prompt.calls`). Where the template wants ids
+  of nine characters, or such that name the function, others are replaced by ones made of them.
 - Reasoning is given to the template under the name it looks for. Where it refuses a call that has
   both reasoning and text, the reasoning is left out.
 - A conversation that ends with an assistant message is continued from that message's text. One
@@ -35,11 +35,13 @@ from anaphora.errors import PromptError, TemplateError
 from anaphora.prompt import calls
 from anaphora.prompt.boundaries import Boundaries
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
+from anaphora.prompt.template import Ids
 from anaphora.prompt.tokens import Prompt, Renderer
 
 _ROLES = {"developer": "system", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_NAMED_ID = re.compile(r"functions\..+:[0-9]+")
 _GAP = TextPart("\n\n")
 _STAND_IN = TextPart("A")
 """For a text that nobody knows yet."""
@@ -210,29 +212,60 @@ def _as_given(prompt: Prompt, form: _Form, messages: Sequence[Message]) -> Promp
 
 def _normal(renderer: Renderer, conversation: Conversation) -> Conversation:
     names: dict[str, str] = {}
-    messages = [_normal_message(renderer, message, names) for message in conversation.messages]
+    ids = _CallIds(renderer.ids)
+    messages = [
+        _normal_message(message, names, ids, renderer.reasoning_field)
+        for message in conversation.messages
+    ]
     while messages and _is_empty_answer(messages[-1]):
         messages.pop()
     return replace(conversation, messages=tuple(messages))
 
 
-def _normal_message(renderer: Renderer, message: Message, names: dict[str, str]) -> Message:
+class _CallIds:
+    """Gives calls and results the ids that a template takes."""
+
+    def __init__(self, wanted: Ids) -> None:
+        self._wanted = wanted
+        self._count = 0
+        self._named: dict[str, str] = {}
+
+    def call(self, made: Plain) -> Plain:
+        """``made`` with its id."""
+        match made:
+            case {"id": str(given), "function": {"name": str(name)}}:
+                if self._wanted == "named" and not _NAMED_ID.fullmatch(given):
+                    self._named[given] = f"functions.{name}:{self._count}"
+                self._count += 1
+                return {**made, "id": self.of_result(given)}
+        return made
+
+    def of_result(self, given: Plain) -> Plain:
+        """The id of the call that was ``given`` as this."""
+        if not isinstance(given, str):
+            return given
+        if self._wanted == "short" and not _SHORT_ID.fullmatch(given):
+            return blake3(given.encode()).hexdigest()[:9]
+        return self._named.get(given, given)
+
+
+def _normal_message(
+    message: Message, names: dict[str, str], ids: _CallIds, reasoning_field: str
+) -> Message:
     """``message``; ``names`` are those of the functions called so far, by the calls' ids."""
     role, fields = _ROLES.get(message.role, message.role), dict(message.fields)
     reasoning = [fields.pop(name) for name in _REASONING if name in fields]
     if reasoning and role == "assistant":
-        fields[renderer.reasoning_field] = reasoning[0]
+        fields[reasoning_field] = reasoning[0]
     if isinstance(made := fields.get("tool_calls"), list):
-        made = [_with_parsed_arguments(call) for call in made]
-        if renderer.wants_short_ids:
-            made = [_with_short_id(call, "id") for call in made]
+        made = [ids.call(_with_parsed_arguments(call)) for call in made]
         fields["tool_calls"] = made
         for call in made:
             match call:
                 case {"id": str(call_id), "function": {"name": str(name)}}:
                     names[call_id] = name
-    if renderer.wants_short_ids:
-        fields = _with_short_id(fields, "tool_call_id")
+    if "tool_call_id" in fields:
+        fields["tool_call_id"] = ids.of_result(fields["tool_call_id"])
     of_call = str(fields.get("tool_call_id"))
     if role == "tool" and of_call in names:
         fields.setdefault("name", names[of_call])
@@ -255,13 +288,6 @@ def _with_parsed_arguments(call: Plain) -> Plain:
             if isinstance(arguments, dict):
                 return {**call, "function": {**function, "arguments": arguments}}
     return call
-
-
-def _with_short_id(fields: Plain, name: str) -> Plain:
-    match fields.get(name) if isinstance(fields, dict) else None:
-        case str(given) if not _SHORT_ID.fullmatch(given):
-            return {**fields, name: blake3(given.encode()).hexdigest()[:9]}
-    return fields
 
 
 def _forms(conversation: Conversation, shows_tools: bool, reasoning: str) -> Iterator[_Form]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from anaphora.clock import Clock, SystemClock
 from anaphora.errors import TemplateError
@@ -21,6 +21,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """Used for a model that brings no template, as llama.cpp does."""
+
+Ids = Literal["any", "short", "named"]
+"""Ids of calls: ``short`` ones are nine letters and digits; ``named`` ones, like
+``functions.NAME:0``, are shown in the place of the name."""
 
 _MAX_SOURCE = 1 << 20
 _MAX_MESSAGE = 500
@@ -110,29 +114,35 @@ class ChatTemplate:
         parts = [{"type": "text", "text": probe}]
         return not self._shows(probe, probe) and self._shows(probe, parts)
 
-    @cached_property
+    @property
     def example(self) -> str | None:
         """A conversation with a tool, a call of it and a result, as the template shows them.
 
         ``None``: it doesn't show all of that.
         """
-        probes = tuple(f"anaphora_{n}" for n in ("tool", "call", "x", "result"))
-        try:
-            text = self._example(probes, "call00000")
-        except TemplateError:
-            return None
-        return text if all(probe in text for probe in probes) else None
+        return self._probed[0]
+
+    @property
+    def ids(self) -> Ids:
+        """Which ids calls have to have."""
+        return self._probed[1]
 
     @cached_property
-    def wants_short_ids(self) -> bool:
-        """Whether ids of calls have to be nine letters and digits."""
-        if self.example is None:
-            return False
-        try:
-            self._example(("tool", "call", "x", "result"), "call_of_any_length")
-        except TemplateError:
-            return True
-        return False
+    def _probed(self) -> tuple[str | None, Ids]:
+        probes = tuple(f"anaphora_{n}" for n in ("tool", "call", "x", "result"))
+        forms: tuple[tuple[Ids, str], ...] = (
+            ("any", "call_of_any_length"),
+            ("short", "call00000"),
+            ("named", f"functions.{probes[1]}:0"),
+        )
+        for ids, call_id in forms:
+            try:
+                text = self._example(probes, call_id)
+            except TemplateError:
+                continue
+            if all(probe in text for probe in probes):
+                return text, ids
+        return None, "any"
 
     @cached_property
     def reasoning_field(self) -> str:

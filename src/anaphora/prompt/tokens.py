@@ -37,7 +37,7 @@ from anaphora.prompt.marks import (
     with_called_name,
     with_mark,
 )
-from anaphora.prompt.template import CHATML, ChatTemplate
+from anaphora.prompt.template import CHATML, ChatTemplate, Ids
 from anaphora.vocabulary import Vocabulary
 
 _MARKED_RENDERINGS = 16
@@ -93,9 +93,9 @@ class Renderer:
         return self._template.example is not None
 
     @property
-    def wants_short_ids(self) -> bool:
-        """Whether the template takes ids of calls of nine letters and digits only."""
-        return self._template.wants_short_ids
+    def ids(self) -> Ids:
+        """Which ids of calls the template takes."""
+        return self._template.ids
 
     @property
     def reasoning_field(self) -> str:
