@@ -93,10 +93,13 @@ class Form:
     ) -> Reader:
         """For an answer to ``prompt``, which is a text as the template wrote it.
 
-        :param hidden: texts of control tokens, which are never given out.
+        :param hidden: texts of control tokens, which are never given out. Nor are the markers that
+            all of an answer is written in.
         :param first_call_only: a call is the end of the answer.
         """
         opened = self.think is not None and prompt.rstrip().endswith(self.think.open)
+        if self.channels:
+            hidden = hidden.union(*(syntax.markers for syntax in self.syntaxes))
         return Reader(self, tools, hidden, opened=opened, first_call_only=first_call_only)
 
 
