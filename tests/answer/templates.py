@@ -67,6 +67,12 @@ OPENED = HERMES.replace(
 
 TEMPLATES: Mapping[str, str] = {
     "hermes": HERMES,
+    "nemotron": _template(
+        "{{- '<TOOLCALL>[' }}"
+        + _EACH
+        + "{{- {'name': f.name, 'arguments': f.arguments} | tojson }}"
+        "{{- ', ' if not loop.last }}{%- endfor %}{{- ']</TOOLCALL>' }}"
+    ),
     "qwen-coder": _template(
         _EACH + "{{- '\\n<tool_call>\\n<function=' + f.name + '>\\n' }}"
         "{%- for k, v in f.arguments.items() %}{{- '<parameter=' + k + '>\\n' }}"

@@ -59,6 +59,7 @@ CALL = Call("look", '{"city": "Ur"}')
 WRITTEN = {
     "hermes": ('<tool_call>{"name": "look", "arguments": {"city": "Ur"}}</tool_call>', CALL),
     "qwen-coder": ("<function=look><parameter=city>Ur</parameter></function>", CALL),
+    "nemotron": ('<TOOLCALL>[{"name": "look", "arguments": {"city": "Ur"}}]</TOOLCALL>', CALL),
     "json": ('{"name": "look", "parameters": {"city": "Ur"}}', CALL),
     "mistral": (
         '[TOOL_CALLS]look[CALL_ID]abcdef123[ARGS]{"city": "Ur"}',
@@ -252,7 +253,16 @@ def _arguments(words: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Pla
 def test_names_and_arguments_survive_a_template(name: str, data: st.DataObject) -> None:
     template = ChatTemplate(TEMPLATES[name], bos="", eos="")
     # Forms without escapes can't hold their own markers.
-    escaped = name in ("hermes", "json", "mistral", "kimi", "deepseek", "harmony", "mistral-args")
+    escaped = name in (
+        "hermes",
+        "nemotron",
+        "json",
+        "mistral",
+        "kimi",
+        "deepseek",
+        "harmony",
+        "mistral-args",
+    )
     words = WORDS if escaped or name == "deepseek-fence" else SAFE
     calls = data.draw(
         st.lists(st.tuples(st.just("look"), _arguments(words)), min_size=1, max_size=3)

@@ -34,6 +34,7 @@ _SIGNS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "glm": ("<tool_call>", "<arg_key>"),
     "qwen-coder": ("<function=",),
+    "nemotron": ("<TOOLCALL>",),
     "hermes": ("<tool_call>",),
 }
 """What shows a syntax, all of it, in a rendered call; the first syntax that shows counts."""

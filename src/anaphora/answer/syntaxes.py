@@ -54,13 +54,13 @@ class Syntax:
         return (*self.openings, *self.others)
 
 
-def _hermes(source: Source, tools: Tools) -> Reading:
+def _json_in_tags(opening: str, closing: str, source: Source, tools: Tools) -> Reading:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``"""
-    yield from source.expect("<tool_call>")
+    yield from source.expect(opening)
     yield from source.space()
     text = yield from source.json()
     yield from source.space()
-    yield from source.skip("</tool_call>")
+    yield from source.skip(closing)
     yield from _named(text)
 
 
@@ -102,7 +102,7 @@ _MISTRAL_ID = Markers("[ARGS]", "{", "\n")
 
 def _functions_in_tags(source: Source, tools: Tools) -> Reading:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``"""
-    if (yield from source.skip("<tool_call>")):
+    if (yield from source.skip("<tool_call>", "<seed:tool_call>")):
         yield from source.space()
     yield from source.expect("<function=")
     name = yield from _in_line(source, ">")
@@ -115,7 +115,7 @@ def _functions_in_tags(source: Source, tools: Tools) -> Reading:
         value = yield from _value(source, "</parameter>", ("<parameter=", "</function>"))
         given[key] = typed(_unwrapped(value), parameter(tools.get(name), key))
     yield from source.space()
-    yield from source.skip("</tool_call>")
+    yield from source.skip("</tool_call>", "</seed:tool_call>")
     yield Call(name, arguments(given))
 
 
@@ -327,7 +327,12 @@ def _unwrapped(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-GENERIC = Syntax("hermes", ("<tool_call>",), _hermes, ("</tool_call>",))
+GENERIC = Syntax(
+    "hermes",
+    ("<tool_call>",),
+    partial(_json_in_tags, "<tool_call>", "</tool_call>"),
+    ("</tool_call>",),
+)
 """That of the tools' generic form, see :mod:`anaphora.prompt.adapt`."""
 BARE_JSON = Syntax("json", ("<|python_tag|>",), _bare_json, leads=("{", "["))
 HARMONY = Syntax(
@@ -377,7 +382,18 @@ SYNTAXES = (
         _key_value_tags,
         ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
     ),
-    Syntax("qwen-coder", ("<tool_call>", "<function="), _functions_in_tags, ("</tool_call>",)),
+    Syntax(
+        "qwen-coder",
+        ("<tool_call>", "<seed:tool_call>", "<function="),
+        _functions_in_tags,
+        ("</tool_call>", "</seed:tool_call>"),
+    ),
+    Syntax(
+        "nemotron",
+        ("<TOOLCALL>",),
+        partial(_json_in_tags, "<TOOLCALL>", "</TOOLCALL>"),
+        ("</TOOLCALL>",),
+    ),
     GENERIC,
     BARE_JSON,
 )

@@ -168,7 +168,7 @@ class ChatTemplate:
             {
                 "role": "tool",
                 "tool_call_id": call_id,
-                "name": called,
+                "name": "anaphora_name",
                 "content": content(result),
             },
         ]
