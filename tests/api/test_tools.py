@@ -382,3 +382,44 @@ def settle(server: Server) -> None:
             await task
 
     server.call(settled())
+
+
+def test_calls_results_and_tools_that_do_not_match_are_refused(
+    server: Server, protocol: Protocol
+) -> None:
+    def made(*ids: str) -> list[Json]:
+        if protocol == "responses":
+            return [
+                {"type": "function_call", "call_id": one, "name": "look", "arguments": "{}"}
+                for one in ids
+            ]
+        if protocol == "messages":
+            uses = [{"type": "tool_use", "id": one, "name": "look", "input": {}} for one in ids]
+            return [{"role": "assistant", "content": uses}]
+        function = {"name": "look", "arguments": "{}"}
+        calls = [{"id": one, "type": "function", "function": function} for one in ids]
+        return [{"role": "assistant", "tool_calls": calls}]
+
+    def status(turns: Sequence[Json], names: Sequence[str] = ("look",)) -> tuple[int, str]:
+        request = body(protocol, turns, names)
+        limit = "max_output_tokens" if protocol == "responses" else "max_tokens"
+        response = server.http().post(PATHS[protocol], json={**request, limit: 1})
+        return response.status_code, response.text
+
+    def of(call_id: str) -> Json:
+        return result(protocol, call_id, "Dry.")
+
+    again = {"role": "user", "content": "And?"}
+    assert status([*made("a", "b"), of("b"), of("a")])[0] == 200
+    for turns, why in [
+        ([*made("a"), again], "the call 'a' has no result"),
+        ([*made("a", "b"), of("b")], "the call 'a' has no result"),
+        ([of("a")], "a result of the call 'a'"),
+        ([*made("a"), of("b")], "a result of the call 'b'"),
+        ([*made("a"), of("a"), of("a")], "a result of the call 'a'"),
+        ([*made("a", "a"), of("a")], "two calls have the id 'a'"),
+    ]:
+        code, text = status(turns)
+        assert (code, why in text) == (400, True), (turns, text)
+    code, text = status([], ["look", "look"])
+    assert (code, "two tools are called 'look'" in text) == (400, True)
