@@ -144,6 +144,14 @@ def test_what_is_no_valid_call_is_text(text: str) -> None:
     )
 
 
+def test_no_call_of_a_list_is_lost() -> None:
+    known: Plain = {"name": "look", "arguments": {}}
+    other = {**known, "name": "other"}
+    for calls in [known, other], [other, known]:
+        text = f"[TOOL_CALLS]{json.dumps(calls)}"
+        assert read(form("mistral"), [text]) == [Text(text)]
+
+
 def test_markers_inside_strings_are_strings() -> None:
     arguments = {"city": '</tool_call> \\" <tool_call>{'}
     text = json.dumps({"name": "look", "arguments": arguments})

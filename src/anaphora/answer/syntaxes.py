@@ -11,7 +11,7 @@ The forms are those of the models' own chat templates.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,7 +61,7 @@ def _json_in_tags(opening: str, closing: str, source: Source, tools: Tools) -> R
     text = yield from source.json()
     yield from source.space()
     yield from source.skip(closing)
-    yield from _named(text)
+    yield from _named(text, tools)
 
 
 def _bare_json(source: Source, tools: Tools) -> Reading:
@@ -70,7 +70,7 @@ def _bare_json(source: Source, tools: Tools) -> Reading:
     while True:
         yield from source.space()
         text = yield from source.json()
-        yield from _named(text)
+        yield from _named(text, tools)
         yield from source.space()
         yield from source.skip(";", ",")
         yield from source.space()
@@ -84,7 +84,7 @@ def _mistral(source: Source, tools: Tools) -> Reading:
     yield from source.space()
     if (yield from source.peek("[")):
         text = yield from source.json()
-        yield from _named(text)
+        yield from _named(text, tools)
         return
     name = yield from source.until(_MISTRAL_NAME)
     call_id = ""
@@ -289,18 +289,26 @@ _CHANNEL = Markers("<|channel|>", "<|message|>", "<|end|>")
 _MESSAGE = Markers("<|message|>", "<|end|>", "<|start|>")
 
 
-def _named(text: str) -> Iterator[Call]:
-    """The call, or the list of calls, that ``text`` describes in JSON."""
+def _named(text: str, tools: Tools) -> list[Call]:
+    """The call, or all calls of the list, that ``text`` describes in JSON.
+
+    A list with a call of no tool there is is none: nobody could tell where that one was.
+    """
     value = from_json(text)
+    calls: list[Call] = []
     for item in value if isinstance(value, list) else [value]:
         match item:
             case {"name": str(name), "arguments": given} | {"name": str(name), "parameters": given}:
                 call_id = item.get("id")
-                yield Call(name, arguments(given), call_id if isinstance(call_id, str) else "")
+                given_id = call_id if isinstance(call_id, str) else ""
+                calls.append(Call(name, arguments(given), given_id))
             case {"name": str(name), **others} if not others:
-                yield Call(name, "{}")
+                calls.append(Call(name, "{}"))
             case _:
                 raise NoCall
+    if any(call.name not in tools for call in calls):
+        raise NoCall
+    return calls
 
 
 def _in_line(source: Source, end: str) -> Wait[str]:
