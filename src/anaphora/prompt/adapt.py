@@ -78,6 +78,8 @@ def render(
     """
     count = len(conversation.messages)
     conversation = _normal(renderer, conversation)
+    while conversation.messages and _is_empty_answer(conversation.messages[-1]):
+        conversation = replace(conversation, messages=conversation.messages[:-1])
     messages = conversation.messages
     if not messages:
         raise PromptError("there are no messages: give at least one")
@@ -217,8 +219,6 @@ def _normal(renderer: Renderer, conversation: Conversation) -> Conversation:
         _normal_message(message, names, ids, renderer.reasoning_field)
         for message in conversation.messages
     ]
-    while messages and _is_empty_answer(messages[-1]):
-        messages.pop()
     return replace(conversation, messages=tuple(messages))
 
 
