@@ -402,11 +402,12 @@ class LlamaEngine:
         end = max(end, len(tokens))
         self._make_way(plan)
         pieces = plan.pieces
-        if not self._make_place(max([end, *(p.block.end for p in pieces)]) - plan.shared, plan):
-            # llama.cpp takes in whole blocks, and cuts off again what of the last isn't wanted.
-            pieces = [piece for piece in pieces if piece.block.end <= end]
-            if not self._make_place(end - plan.shared, plan):
+        # llama.cpp takes in whole blocks; what of the last one isn't wanted is cut off again.
+        whole = max([end, *(piece.block.end for piece in pieces)])
+        if not self._make_place(whole - plan.shared, plan):
+            if whole == end or not self._make_place(end - plan.shared, plan):
                 return False
+            pieces = [piece for piece in pieces if piece.block.end <= end]
         began = time.perf_counter()
         if not job.began:
             job.began = began
