@@ -40,7 +40,7 @@ from anaphora.engine.protocol import (
 )
 from anaphora.errors import AnaphoraError, EngineError, PromptError
 from anaphora.prompt import adapt
-from anaphora.prompt.conversation import Conversation, Message, well_formed
+from anaphora.prompt.conversation import Conversation, Message, Plain, well_formed
 from anaphora.prompt.template import read_template
 from anaphora.prompt.tokens import Prompt, Renderer, encode_text
 from anaphora.settings import DEFAULT_CACHE_DIR, Settings
@@ -313,19 +313,35 @@ class Model:
     ) -> None:
         """Prepare the next turn of a conversation whose answer was just given.
 
-        The conversation is rendered as the next turn will show it, up to where the text of the
-        next user message begins (the template may drop or rewrite parts of an answer), and what
-        the cache doesn't have of it is computed while the engine has nothing else to do.
+        What the cache doesn't have of its :meth:`opening` is computed while the engine has nothing
+        else to do.
         """
-        if not self.info.caching:
-            return
         try:
-            tokens = adapt.following(self._renderer, Conversation.parse(messages))
+            tokens = self.opening(Conversation.parse(messages))
         except AnaphoraError:
-            return  # the template refuses it, or the model is closed: the answer stands anyway
-        if len(tokens) <= self.info.context_size:
+            return  # no conversation: the answer stands anyway
+        if tokens is not None:
             request = _request(tokens, 0, Sampling(), cache, background=True)
             self._host.submit(request, lambda event: None)
+
+    def opening(
+        self, conversation: Conversation, options: Mapping[str, Plain] | None = None
+    ) -> Tokens | None:
+        """What prompts begin with that go on from ``conversation``, shape (n,).
+
+        It is rendered as the next turn will show it, up to where the text of the next user message
+        begins: the template may drop or rewrite parts of an answer. ``None``: preparing it is of no
+        use, since nothing is cached, it doesn't fit, or the template refuses it.
+
+        :param options: further variables for the template.
+        """
+        if not self.info.caching:
+            return None
+        try:
+            tokens = adapt.following(self._renderer, conversation, options)
+        except AnaphoraError:  # or the model is closed
+            return None
+        return tokens if len(tokens) <= self.info.context_size else None
 
     def close(self) -> None:
         """End what runs, store what is not stored yet, and free the model."""

@@ -11,7 +11,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -407,6 +407,8 @@ class Reading:
     conversation: Conversation
     endings: tuple[Ending, ...]
     """What prefixes of the prompt may end with: tools, blocks, and messages."""
+    conditions: Conditions
+    """What these have to match on besides tokens."""
 
 
 class _Reader:
@@ -415,6 +417,7 @@ class _Reader:
     def __init__(self, body: CountRequest) -> None:
         self._body = body
         self._conditions = body.conditions
+        self._matches = {level: self._conditions.match(level) for level in get_args(Level)}
         self._messages: list[Message] = []
         self._tools: list[Plain] = []
         self._blocks: list[Markable] = []
@@ -444,7 +447,8 @@ class _Reader:
             )
         match = self._match("messages")
         endings = with_message_ends(self._marked(top_level), self._messages, match)
-        return Reading(Conversation(tuple(self._messages), tuple(self._tools)), endings)
+        conversation = Conversation(tuple(self._messages), tuple(self._tools))
+        return Reading(conversation, endings, self._conditions)
 
     def _marked(self, top_level: Ttl | None) -> Iterator[Ending]:
         """The endings with their marks; one on an inner block counts for the block it is in."""
@@ -460,7 +464,7 @@ class _Reader:
     def _match(self, level: Level) -> str:
         """What prefixes that end on ``level`` have to match on. Levels never match each other: a
         template may show tools behind the system prompt, and it changes with them all the same."""
-        return f"{level} {self._conditions.match(level)}"
+        return f"{level} {self._matches[level]}"
 
     def _read_tool(self, path: str, item: Tool) -> None:
         ending = Ending(hidden=True)

@@ -38,7 +38,8 @@ class Fingerprint:
     @classmethod
     def of(cls, body: CountRequest) -> Fingerprint:
         """Raises what :meth:`CountRequest.read` does."""
-        conversation, conditions = body.read().conversation, asdict(body.conditions)
+        reading = body.read()
+        conversation, conditions = reading.conversation, asdict(reading.conditions)
         speed = conditions.pop("speed")
         first = 1 if body.system else 0
         system, messages = conversation.messages[:first], conversation.messages[first:]

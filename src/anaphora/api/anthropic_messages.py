@@ -60,7 +60,7 @@ class MessagesRequest(CountRequest):
             sampling,
             endings=reading.endings,
             implicit="30m",
-            conditions=self.conditions.given,
+            conditions=reading.conditions.given,
         )
 
     def _refuse(self) -> None:

@@ -103,7 +103,7 @@ class Books:
             decision = replace(decision, breakpoints=positions, minimum=hints.profile.minimum)
             # Breakpoints of one protocol are never found by another.
             match["protocol"] = "messages" if origin.api == "messages" else "openai"
-            given = prepared.conditions.items()
+            given = prepared.generation.conditions.items()
             match |= {_SHORTER.get(name, name): str(value) for name, value in given}
         prompt = Remembered(
             origin.id,
@@ -112,7 +112,7 @@ class Books:
             prepared.spans,
             match,
             decision,
-            prepared.rules,
+            prepared.generation.rules,
         )
         self._memory.remember(origin.tenant, model, prompt)
 

@@ -15,7 +15,7 @@ from anaphora.cache.keys import Tokens
 from anaphora.diagnose.prompts import Place, Span
 from anaphora.diagnose.spans import spans
 from anaphora.engine.protocol import CacheHints, Request, Sampling
-from anaphora.errors import AnaphoraError, PromptTooLongError
+from anaphora.errors import PromptTooLongError
 from anaphora.keys import Tenant
 from anaphora.model import Model
 from anaphora.profiles import Local, Profile
@@ -50,15 +50,13 @@ class Generation:
 class Prepared:
     """A generation in the engine's terms."""
 
+    generation: Generation
     request: Request
     next_turn: Callable[[str], Request | None]
     """What to compute in idle time once the answer is known: the conversation as the next turn
     will show it, which may differ from the tokens that were generated."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...]
     """What of the conversation the stretches of the prompt are from."""
-    rules: tuple[str, ...] = ()
-    conditions: Mapping[str, Plain] = field(default_factory=dict)
-    """Both are those of the generation."""
 
 
 def tool(name: str, description: str | None, parameters: Plain | None) -> Plain:
@@ -140,11 +138,10 @@ def prepare(
     hints = replace(cache(tokens), outline=_outline(generation, profile, prompt))
     request = Request(request_id, tokens, min(wanted, room), generation.sampling, hints)
     return Prepared(
+        generation,
         request,
         lambda answer: _next_turn(model, generation, cache, answer),
         _spans(model, generation, prompt),
-        generation.rules,
-        generation.conditions,
     )
 
 
@@ -165,13 +162,10 @@ def _next_turn(
     model: Model, generation: Generation, cache: Callable[[Tokens], CacheHints], answer: str
 ) -> Request | None:
     """A request that settles the turn; ``None`` where there is nothing to settle."""
-    if not (answer and model.info.caching and isinstance(generation.prompt, Conversation)):
+    if not answer or not isinstance(generation.prompt, Conversation):
         return None
-    try:
-        answered = adapt.answered(generation.prompt, answer)
-        tokens = adapt.following(model.renderer, answered, generation.options)
-    except AnaphoraError:  # the template doesn't take a conversation that ends here
-        return None
-    if len(tokens) > model.info.context_size:
+    answered = adapt.answered(generation.prompt, answer)
+    tokens = model.opening(answered, generation.options)
+    if tokens is None:
         return None
     return Request(uuid.uuid4().hex, tokens, 0, cache=cache(tokens), background=True)

@@ -55,7 +55,6 @@ class Answer:
         self.prepared = prepared
         self.request = prepared.request
         self.origin = origin
-        self.next_turn = prepared.next_turn
         self.started: Started | None = None
         self.done: Done | None = None
         self._serving = serving
@@ -388,7 +387,7 @@ class Serving:
             self._settling = None
 
     async def _next_turn(self, answer: Answer) -> None:
-        request = await asyncio.to_thread(answer.next_turn, answer.text)
+        request = await asyncio.to_thread(answer.prepared.next_turn, answer.text)
         if request is None:
             return
         over = asyncio.Event()

@@ -111,7 +111,7 @@ def _flat(one: Totals) -> Mapping[str, object]:
 def _table(groups: Sequence[Totals], overall: Sequence[Totals]) -> Table:
     """What fits a terminal; columns of which there is nothing anywhere are left out."""
     rows = [_cells(one) for one in (*groups, *overall)]
-    columns = [name for name in rows[0] if name in _ALWAYS or any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for dimension in groups[0].group:
         table.add_column(dimension, overflow="fold", no_wrap=dimension == "day")
@@ -124,9 +124,6 @@ def _table(groups: Sequence[Totals], overall: Sequence[Totals]) -> Table:
     for row in rows[len(groups) :]:
         table.add_row("total", *beside, *(row[c] for c in columns))
     return table
-
-
-_ALWAYS = ("requests", "prompt", "read", "computed", "output", "hits")
 
 
 def _cells(one: Totals) -> Mapping[str, str]:

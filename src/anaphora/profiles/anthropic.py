@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
-from anaphora.profiles.outline import Outline, Ttl, match_key, not_default
+from anaphora.profiles.outline import Conditional, Outline, Ttl, match_key
 
 Level = Literal["tools", "system", "messages"]
 """The order of a prompt. What changes on one level invalidates it and those after it."""
@@ -61,7 +61,7 @@ class Anthropic:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class Conditions(Conditional):
     """What a prefix has to match on besides its tokens. The defaults are the provider's own, so
     that a default given explicitly is the same as one left out.
 
@@ -81,15 +81,13 @@ class Conditions:
     """With its budget where one is given."""
     effort: str = "high"
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """Those that are not the default."""
-        return not_default(asdict(self), asdict(Conditions()))
-
     def match(self, level: Level) -> str:
         """The match key of boundaries on ``level``."""
-        names = {"tools": (), "system": _SYSTEM, "messages": tuple(asdict(self))}[level]
-        return match_key({name: value for name, value in self.given.items() if name in names})
+        given = self.given
+        if level != "messages":
+            names = _SYSTEM if level == "system" else ()
+            given = {name: value for name, value in given.items() if name in names}
+        return match_key(given)
 
 
 _SYSTEM = ("speed", "citations", "web")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from anaphora.profiles.decision import Decision, View, Write, distinct, out_of_reach, split
 from anaphora.profiles.limits import check_count, complete
-from anaphora.profiles.outline import Outline, Ttl, match_key, not_default
+from anaphora.profiles.outline import Conditional, Outline, Ttl, match_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class OpenAI:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class Conditions(Conditional):
     """What a prefix has to match on besides its tokens, with the provider's defaults.
 
     Tools and texts are not here: they are among the tokens. Nor is ``tool_choice``, which changes
@@ -82,11 +82,6 @@ class Conditions:
     reasoning_effort: str = "medium"
     verbosity: str = "medium"
     context_management: str = ""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Those that are not the default."""
-        return not_default(asdict(self), asdict(Conditions()))
 
     @property
     def match(self) -> str:

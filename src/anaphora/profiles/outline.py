@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from blake3 import blake3
@@ -68,9 +68,15 @@ class Outline:
 NO_OUTLINE = Outline()
 
 
-def not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``values`` that are not what ``defaults`` has under their name."""
-    return {name: value for name, value in values.items() if value != defaults[name]}
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """Conditions, each with a default."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the default, by name."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in values if value != field.default}
 
 
 def match_key(conditions: Mapping[str, Any]) -> str:

@@ -105,12 +105,10 @@ def following(
 
     Raises what :func:`render` does.
     """
-    longer = replace(conversation, messages=(*conversation.messages, _STAND_IN))
-    prompt = _render(renderer, longer, options, opened=True, continued=False)
-    end = prompt.boundaries[-1].parts[-1]
-    if end is None:  # nobody knows where the message begins, either
+    tokens = _before_stand_in(renderer, conversation, options)
+    if tokens is None:
         return _render(renderer, conversation, options, opened=False, continued=False).tokens
-    return prompt.tokens[: end - 1]  # without the token that holds the stand-in
+    return tokens
 
 
 def trunk(
@@ -125,15 +123,27 @@ def trunk(
     """
     conversation = _normal(conversation)
     head = takewhile(lambda message: message.role == "system", conversation.messages)
-    other = replace(conversation, messages=(*head, _STAND_IN))
-    if len(other.messages) == 1 and not other.tools:
+    instructions = replace(conversation, messages=tuple(head))
+    if not instructions.messages and not instructions.tools:
         return _NO_TOKENS
     try:
-        prompt = _render(renderer, other, options, opened=True, continued=False)
+        tokens = _before_stand_in(renderer, instructions, options)
     except (PromptError, TemplateError):
         return _NO_TOKENS
-    end = prompt.boundaries[-1].parts[-1] or 1
-    return prompt.tokens[: end - 1]  # without the token that holds the stand-in
+    return _NO_TOKENS if tokens is None else tokens
+
+
+def _before_stand_in(
+    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None
+) -> Tokens | None:
+    """The prompt of ``conversation`` with a user message behind it, up to that one's text.
+
+    ``None``: nobody knows where that begins.
+    """
+    longer = replace(conversation, messages=(*conversation.messages, _STAND_IN))
+    prompt = _render(renderer, longer, options, opened=True, continued=False)
+    end = prompt.boundaries[-1].parts[-1]
+    return None if end is None else prompt.tokens[: end - 1]  # without the stand-in's own token
 
 
 def _render(
