@@ -20,7 +20,7 @@ from anaphora.api.app import create_app
 from anaphora.api.books import Books
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
-from anaphora.keys import Keys
+from anaphora.keys import KeyFile, Keys
 from anaphora.responses import ResponseStore
 from anaphora.roster import Choice, Roster
 
@@ -98,6 +98,12 @@ class Server:
     def _run(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._server.serve())
+
+
+def issued(folder: Path, *names: str) -> tuple[Keys, list[str]]:
+    """What checks keys of tenants with these names, and the keys."""
+    file = KeyFile(folder / "keys.json")
+    return Keys(file.path), [file.add(name) for name in names]
 
 
 Serve = Callable[..., Server]

@@ -19,7 +19,7 @@ from anaphora.clock import ManualClock
 from anaphora.engine.protocol import Found, Started
 from anaphora.keys import KeyFile, Keys
 from anaphora.roster import Choice, Roster
-from tests.api.conftest import Serve, Server, roster
+from tests.api.conftest import Serve, Server, issued, roster
 from tests.conftest import TinyModel
 
 Json = dict[str, Any]
@@ -715,9 +715,8 @@ def test_diagnostics_by_the_client_come_with_the_start_of_a_stream(server: Serve
 
 
 def test_anothers_messages_are_not_found(serve: Serve, tmp_path: Path) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    one, two = (file.add(name) for name in ("one", "two"))
-    server = serve(options=RULES, keys=Keys(tmp_path / "keys.json"))
+    keys, (one, two) = issued(tmp_path, "one", "two")
+    server = serve(options=RULES, keys=keys)
     first = post(server, body(diagnostics=asking(None)), one)
     request = body(diagnostics=asking(first["id"]))
     assert post(server, request, one)["diagnostics"] is None

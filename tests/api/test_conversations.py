@@ -149,7 +149,7 @@ def test_a_chain_of_stored_responses_computes_what_is_new(
 
 
 @pytest.mark.model
-@pytest.mark.skipif(not SOAK, reason="thirty real answers take half a minute")
+@pytest.mark.skipif(not SOAK, reason="thirty real answers take minutes")
 @pytest.mark.parametrize("protocols", CONVERSATIONS, ids="-".join)
 def test_a_turn_of_the_bundled_model_computes_what_is_new(
     serve: Serve, bundled: Path, protocols: tuple[Protocol, ...]

@@ -18,12 +18,11 @@ from anaphora.api.serving import Serving
 from anaphora.cli import app
 from anaphora.clock import ManualClock
 from anaphora.diagnose.memory import PromptMemory
-from anaphora.keys import KeyFile, Keys
 from anaphora.model import Model
 from anaphora.profiles import PROFILES, Anthropic, Local, OpenAI
 from anaphora.roster import Choice, Roster
 from anaphora.settings import Settings
-from tests.api.conftest import DOCUMENT, Serve, Server
+from tests.api.conftest import DOCUMENT, Serve, Server, issued
 from tests.api.talk import PATHS, PROTOCOLS, Protocol, events, request, system, user
 from tests.tiny_models import CONTROL
 
@@ -245,9 +244,8 @@ def test_what_lies_too_far_before_a_breakpoint_is_told(serve: Serve) -> None:
 
 
 def test_another_tenants_request_is_as_unknown_as_none(serve: Serve, tmp_path: Path) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    one, two = file.add("one"), file.add("two")
-    server = serve(keys=Keys(file.path))
+    keys, (one, two) = issued(tmp_path, "one", "two")
+    server = serve(keys=keys)
     body = request("chat", [system("The launch code is 4711. " + DOCUMENT), user("Hi")])
     ids = []
     for key in (one, two):

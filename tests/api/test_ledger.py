@@ -18,7 +18,7 @@ from anaphora.cli import app
 from anaphora.keys import KeyFile, Keys
 from anaphora.usage.ledger import Ledger
 from anaphora.usage.prices import PriceTable
-from tests.api.conftest import DOCUMENT, Serve
+from tests.api.conftest import DOCUMENT, Serve, issued
 from tests.api.talk import PATHS, PROTOCOLS, Said, ask, events, hear, request, said, system, user
 from tests.api.test_streams import NEVER_ENDING, wait_until_idle
 from tests.engine.test_process import kill
@@ -179,10 +179,9 @@ def test_a_request_that_fails_has_a_row(serve: Serve, books: Books, path: Path) 
 def test_tenants_have_rows_and_prices_of_their_own(
     serve: Serve, books: Books, path: Path, tmp_path: Path
 ) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    keys = {name: file.add(name) for name in ("lara", "max")}
-    server = serve(books=books, keys=Keys(file.path))
-    for key in keys.values():
+    keys, of_tenants = issued(tmp_path, "lara", "max")
+    server = serve(books=books, keys=keys)
+    for key in of_tenants:
         body = request("chat", TURNS)
         reply = server.http().post(PATHS["chat"], json=body, headers={"x-api-key": key})
         assert said("chat", reply.json()).read < 32

@@ -17,13 +17,12 @@ from anaphora.api import openai_diagnostics
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
 from anaphora.clock import ManualClock
-from anaphora.keys import KeyFile, Keys
 from anaphora.profiles import PROFILES, OpenAI
 from anaphora.profiles.openai import Conditions
 from anaphora.responses import ResponseStore
 from anaphora.roster import Choice, Roster
 from tests.api import conftest
-from tests.api.conftest import Serve, Server
+from tests.api.conftest import Serve, Server, issued
 from tests.api.talk import PROTOCOLS, Protocol, ask, assistant, hear, system, user
 from tests.conftest import TinyModel
 
@@ -411,9 +410,8 @@ def store(tmp_path: Path) -> ResponseStore:
 def test_diagnostics_of_nothing_to_compare_with(
     serve: Serve, store: ResponseStore, tmp_path: Path
 ) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    alice, bob = file.add("alice"), file.add("bob")
-    server = serve(options=OPTIONS, keys=Keys(file.path), responses=store)
+    keys, (alice, bob) = issued(tmp_path, "alice", "bob")
+    server = serve(options=OPTIONS, keys=keys, responses=store)
     first = respond(server, QUESTION, api_key=alice)
     loose = respond(server, QUESTION, api_key=alice, store=False)
     short = respond(server, "Hi", api_key=alice)

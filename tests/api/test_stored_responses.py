@@ -12,9 +12,8 @@ import openai
 import pytest
 
 from anaphora.clock import ManualClock
-from anaphora.keys import KeyFile, Keys
 from anaphora.responses import ResponseStore
-from tests.api.conftest import DOCUMENT, Serve, Server
+from tests.api.conftest import DOCUMENT, Serve, Server, issued
 
 INSTRUCTIONS = DOCUMENT
 REMEMBER = "Remember: teal."
@@ -219,9 +218,8 @@ def test_references_stand_for_items_of_any_kind_also_after_a_restart(
 def test_a_reference_to_what_is_not_there_is_refused(
     serve: Serve, store: Store, clock: ManualClock, tmp_path: Path
 ) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    alice, bob = file.add("alice"), file.add("bob")
-    server = serve(keys=Keys(file.path), responses=store())
+    keys, (alice, bob) = issued(tmp_path, "alice", "bob")
+    server = serve(keys=keys, responses=store())
     kept, gone = (create(server, "One", api_key=alice) for _ in range(2))
     client = server.openai(api_key=alice)
     client.responses.delete(gone.id)
@@ -349,9 +347,8 @@ def test_the_async_client(serve: Serve, store: Store) -> None:
 def test_unknown_foreign_expired_and_unstored_are_the_same(
     serve: Serve, store: Store, clock: ManualClock, tmp_path: Path
 ) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    alice, bob = file.add("alice"), file.add("bob")
-    server = serve(keys=Keys(file.path), responses=store())
+    keys, (alice, bob) = issued(tmp_path, "alice", "bob")
+    server = serve(keys=keys, responses=store())
     kept = create(server, "One", api_key=alice)
     loose = create(server, "One", api_key=alice, store=False)
     assert loose.store is False
