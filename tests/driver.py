@@ -25,6 +25,7 @@ from anaphora.engine.protocol import (
     Request,
     Sampling,
     Started,
+    TokenLogprob,
 )
 
 T = TypeVar("T")
@@ -76,6 +77,10 @@ class Result:
     def text(self) -> str:
         return "".join(event.text for event in self.of(Generated))
 
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [one for event in self.of(Generated) for one in event.logprobs]
+
 
 class Driver:
     """Owns an engine made by ``make(emit, clock)``."""
@@ -99,10 +104,13 @@ class Driver:
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         background: bool = False,
         want_logits: bool = False,
+        logprobs: int | None = None,
     ) -> Result:
         array = np.array(tokens, dtype=np.int32)
         name = f"r{next(_ids)}"
-        request = Request(name, array, max_tokens, sampling, cache, background, want_logits)
+        request = Request(
+            name, array, max_tokens, sampling, cache, background, want_logits, logprobs=logprobs
+        )
         result = self._results[name] = Result(request)
         self.engine.submit(request)
         return result
@@ -123,10 +131,16 @@ class Driver:
         sampling: Sampling = GREEDY,
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         want_logits: bool = False,
+        logprobs: int | None = None,
     ) -> Result:
         """Submit one request and step until it has ended."""
         result = self.submit(
-            tokens, max_tokens, sampling=sampling, cache=cache, want_logits=want_logits
+            tokens,
+            max_tokens,
+            sampling=sampling,
+            cache=cache,
+            want_logits=want_logits,
+            logprobs=logprobs,
         )
         self.wait(result)
         return result

@@ -1,7 +1,15 @@
 """Anaphora: prompt caching for models you run yourself."""
 
 from anaphora.cache.keys import Segment
-from anaphora.engine.protocol import GREEDY, CacheHints, Found, Sampling, Times
+from anaphora.engine.protocol import (
+    GREEDY,
+    CacheHints,
+    Candidate,
+    Found,
+    Sampling,
+    Times,
+    TokenLogprob,
+)
 from anaphora.errors import AnaphoraError
 from anaphora.model import Chat, Model, Reply, Stream, Usage
 from anaphora.settings import Adapter, Settings
@@ -13,6 +21,7 @@ __all__ = [
     "Adapter",
     "AnaphoraError",
     "CacheHints",
+    "Candidate",
     "Chat",
     "Found",
     "Model",
@@ -22,5 +31,6 @@ __all__ = [
     "Settings",
     "Stream",
     "Times",
+    "TokenLogprob",
     "Usage",
 ]

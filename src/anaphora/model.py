@@ -37,6 +37,7 @@ from anaphora.engine.protocol import (
     Sampling,
     Started,
     Times,
+    TokenLogprob,
 )
 from anaphora.errors import AnaphoraError, EngineError, PromptError
 from anaphora.prompt import adapt
@@ -75,6 +76,8 @@ class Reply:
     stop_text: str | None
     usage: Usage
     times: Times
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of ``tokens`` up to where a stop text begins, where they were asked for."""
 
 
 class Stream:
@@ -96,6 +99,7 @@ class Stream:
         self._started: Started | None = None
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._reply: Reply | None = None
         self._ended = False
         self._error: AnaphoraError = EngineError("the request was cancelled")
@@ -151,6 +155,7 @@ class Stream:
             case Generated():
                 self._tokens.extend(event.tokens)
                 self._text.append(event.text)
+                self._logprobs.extend(event.logprobs)
                 return event.text
             case Done():
                 self._ended = True
@@ -175,7 +180,15 @@ class Stream:
             started.found if started else Found(),
         )
         text = "".join(self._text)
-        return Reply(text, tuple(self._tokens), done.reason, done.stop_text, usage, done.times)
+        return Reply(
+            text,
+            tuple(self._tokens),
+            done.reason,
+            done.stop_text,
+            usage,
+            done.times,
+            tuple(self._logprobs),
+        )
 
 
 class Model:
@@ -275,10 +288,15 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        logprobs: int | None = None,
     ) -> Stream:
-        """Continue a raw prompt. Errors are raised when the stream is read."""
+        """Continue a raw prompt. Errors are raised when the stream is read.
+
+        ``logprobs``: tell how likely each token was, and so many of the likeliest ones (0 to 20).
+        """
         tokens = self.tokenize(prompt)
-        return Stream(self._host, _request(tokens, max_tokens, sampling, cache))
+        request = _request(tokens, max_tokens, sampling, cache, logprobs=logprobs)
+        return Stream(self._host, request)
 
     def generate(
         self,
@@ -287,12 +305,15 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        logprobs: int | None = None,
     ) -> Reply:
-        """Continue a raw prompt and return the whole answer.
+        """Continue a raw prompt and return the whole answer; ``logprobs`` as for :meth:`stream`.
 
         Raises :class:`~anaphora.errors.PromptTooLongError` where it doesn't fit the context.
         """
-        return self.stream(prompt, max_tokens=max_tokens, sampling=sampling, cache=cache).reply
+        return self.stream(
+            prompt, max_tokens=max_tokens, sampling=sampling, cache=cache, logprobs=logprobs
+        ).reply
 
     def chat(
         self,
@@ -301,9 +322,13 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        logprobs: int | None = None,
     ) -> Chat:
-        """A conversation with history, rendered by the model's chat template."""
-        return Chat(self, system, max_tokens, sampling, cache)
+        """A conversation with history, rendered by the model's chat template.
+
+        ``logprobs``: as for :meth:`stream`.
+        """
+        return Chat(self, system, max_tokens, sampling, cache, logprobs)
 
     def settle(
         self,
@@ -369,11 +394,13 @@ class Chat:
         max_tokens: int,
         sampling: Sampling,
         cache: CacheHints,
+        logprobs: int | None,
     ) -> None:
         self._model = model
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._cache = cache
+        self._logprobs = logprobs
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append(Message.parse({"role": "system", "content": system}))
@@ -388,7 +415,9 @@ class Chat:
             self.messages = [*turn, answer]
             self._model.settle(self.messages, cache=self._cache)
 
-        request = _request(tokens, self._max_tokens, self._sampling, self._cache)
+        request = _request(
+            tokens, self._max_tokens, self._sampling, self._cache, logprobs=self._logprobs
+        )
         return Stream(self._model._host, request, remember)
 
     def send(self, text: str) -> Reply:
@@ -408,8 +437,11 @@ def _request(
     sampling: Sampling,
     cache: CacheHints,
     *,
+    logprobs: int | None = None,
     background: bool = False,
 ) -> Request:
     if isinstance(sampling, Sampling):  # stop texts follow the rule for all text
         sampling = replace(sampling, stop=tuple(well_formed(text) for text in sampling.stop))
-    return Request(uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background)
+    return Request(
+        uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background, logprobs=logprobs
+    )

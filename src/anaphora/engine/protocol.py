@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +116,9 @@ class Sampling:
 
 GREEDY = Sampling(temperature=0.0)
 
+MOST_CANDIDATES = 20
+"""How many of the likeliest tokens can be told beside each: as many as OpenAI's API tells."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -133,6 +136,8 @@ class Request:
     background: bool = False
     want_logits: bool = False
     """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
+    logprobs: int | None = None
+    """Tell how likely each token was, and so many of the likeliest ones; ``None``: don't."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
@@ -141,6 +146,10 @@ class Request:
             raise SettingsError(f"sampling is {self.sampling!r}: use a Sampling")
         if not isinstance(self.cache, CacheHints):
             raise SettingsError(f"cache is {self.cache!r}: use a CacheHints")
+        if self.logprobs is not None and (
+            type(self.logprobs) is not int or not 0 <= self.logprobs <= MOST_CANDIDATES
+        ):
+            raise SettingsError(f"logprobs is {self.logprobs!r}: use 0 to {MOST_CANDIDATES}")
 
     @property
     def outline(self) -> Outline:
@@ -188,6 +197,28 @@ class Started:
         return self.prompt_tokens - self.read_tokens - self.written_tokens
 
 
+class Candidate(NamedTuple):
+    """A token that could have come."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token of the answer was.
+
+    Log probabilities are natural logarithms, -9999 at least, and those of the model's own
+    distribution: before temperature, penalties, biases, and whatever leaves tokens out.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[Candidate, ...]
+    """The likeliest tokens at its place, the likeliest first."""
+    offset: int
+    """Which character of the answer its text begins in."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Generated:
     """New tokens and the text they complete (never half a character; stop texts held back)."""
@@ -195,6 +226,9 @@ class Generated:
     id: str
     tokens: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens whose text begins in ``text``, where the request asks for it. At the end of an
+    answer also of those behind its text, but for a stop text's."""
 
 
 FinishReason = Literal["end", "length", "stop", "cancelled"]

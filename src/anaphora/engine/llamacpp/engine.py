@@ -32,6 +32,7 @@ from anaphora.engine.llamacpp.sequences import (
     LiveSequences,
     common_segments,
 )
+from anaphora.engine.logprobs import Logprobs
 from anaphora.engine.protocol import (
     CacheHints,
     Done,
@@ -75,6 +76,8 @@ class _Job:
     order: int
     live: LiveSequence | None = None
     sampler: Sampler | None = None
+    logprobs: Logprobs | None = None
+    """``None``: nobody asks for them."""
     generated: list[int] = field(default_factory=list)
     reserved: int = 0
     """Length up to which cells are set aside."""
@@ -193,6 +196,8 @@ class LlamaEngine:
         self._order += 1
         job = _Job(request, TextStream(request.sampling.stop), time.perf_counter(), self._order)
         job.target = request.tokens
+        if request.logprobs is not None:
+            job.logprobs = Logprobs(request.logprobs)
         if request.background:
             self._background.append(job)
             if len(self._background) > _MOST_BACKGROUND:
@@ -568,7 +573,7 @@ class LlamaEngine:
         job.decoding = True
         if not job.generated:
             assert job.sampler is not None
-            self._accept(job, job.sampler.sample(self._context.pointer, -1))
+            self._accept(job, job.sampler.sample(self._context.pointer, -1), -1)
 
     def _decode(self, jobs: list[_Job]) -> None:
         for job in sorted(jobs, key=lambda job: job.order):
@@ -589,7 +594,7 @@ class LlamaEngine:
             self._sequences.append_decoded(live, token)
         for row, job in enumerate(jobs):
             assert job.sampler is not None
-            self._accept(job, job.sampler.sample(self._context.pointer, row))
+            self._accept(job, job.sampler.sample(self._context.pointer, row), row)
         seconds = time.perf_counter() - began
         for job in jobs:
             job.decode_seconds += seconds
@@ -618,29 +623,35 @@ class LlamaEngine:
             raise EngineError("the context has no cells left for the only running request")
         return max(jobs, key=lambda job: (job.request.background, job.order))
 
-    def _accept(self, job: _Job, token: int) -> None:
+    def _accept(self, job: _Job, token: int, row: int) -> None:
+        """``token`` was chosen from row ``row`` of the latest logits."""
         live = job.live
         assert live is not None
         if not job.first_token:
             job.first_token = time.perf_counter() - job.submitted
         if token in self._vocabulary.end_of_generation:
-            self._report(job, (), job.stream.finish())
+            self._report(job, (), job.stream.finish(), over=True)
             self._finish(job, "end")
             return
         job.generated.append(token)
-        text = job.stream.feed(self._vocabulary.piece(token))
+        piece = self._vocabulary.piece(token)
+        if job.logprobs is not None:
+            job.logprobs.add(token, piece, self._context.logits(row))
+        text = job.stream.feed(piece)
         if job.stream.stopped is not None:
             self._report(job, (token,), text)
             self._finish(job, "stop")
         elif job.owed <= 0 or live.length >= self._limit:
-            self._report(job, (token,), text + job.stream.finish())
+            self._report(job, (token,), text + job.stream.finish(), over=True)
             self._finish(job, "length")
         else:
             self._report(job, (token,), text)
 
-    def _report(self, job: _Job, tokens: tuple[int, ...], text: str) -> None:
-        if tokens or text:
-            self._emit(Generated(job.request.id, tokens, text))
+    def _report(self, job: _Job, tokens: tuple[int, ...], text: str, *, over: bool = False) -> None:
+        """``over``: the answer ends here, and not with a stop text."""
+        told = () if job.logprobs is None else job.logprobs.tell(len(text), over=over)
+        if tokens or text or told:
+            self._emit(Generated(job.request.id, tokens, text, told))
 
     # Ending
 

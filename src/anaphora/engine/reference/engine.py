@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anaphora.cache.keys import BlockId, Tokens
 from anaphora.cache.store import CacheStats, Lease, Piece, PrefixCache
+from anaphora.engine.logprobs import Logprobs
 from anaphora.engine.protocol import (
     Done,
     Emit,
@@ -56,6 +57,8 @@ class _Sequence:
     sampler: Sampler
     text: TextStream
     submitted: float
+    logprobs: Logprobs | None
+    """``None``: nobody asks for them."""
     computed: int = 0
     """Tokens whose keys and values are in the cells: the first so many."""
     decoded_from: int | None = None
@@ -147,6 +150,7 @@ class ReferenceEngine:
             sampler=Sampler(request.sampling),
             text=TextStream(request.sampling.stop),
             submitted=time.perf_counter(),
+            logprobs=None if request.logprobs is None else Logprobs(request.logprobs),
         )
         (self._background if request.background else self._waiting).append(sequence)
 
@@ -262,10 +266,10 @@ class ReferenceEngine:
                     profile = sequence.request.cache.profile
                     sequence.lease.write(profile.name, sequence.decision)
             token = sequence.sampler.sample(logits, sequence.tokens)
-        self._answer(sequence, token)
+        self._answer(sequence, token, logits)
 
-    def _answer(self, sequence: _Sequence, token: int) -> None:
-        """``token`` was chosen: make it part of the answer, or end the answer."""
+    def _answer(self, sequence: _Sequence, token: int, logits: Floats) -> None:
+        """``token`` was chosen by ``logits``: make it part of the answer, or end the answer."""
         request = sequence.request
         if request.max_tokens == 0:
             self._finish(sequence, "length")
@@ -276,8 +280,10 @@ class ReferenceEngine:
         sequence.tokens.append(token)
         if sequence.generated == 1:
             sequence.seconds["first_token"] = time.perf_counter() - sequence.submitted
-        text = sequence.text.feed(self._model.vocabulary.piece(token))
-        self._emit(Generated(request.id, (token,), text))
+        piece = self._model.vocabulary.piece(token)
+        if sequence.logprobs is not None:
+            sequence.logprobs.add(token, piece, logits)
+        self._report(sequence, (token,), sequence.text.feed(piece))
         if sequence.text.stopped is not None:
             self._finish(sequence, "stop")
         elif sequence.generated == request.max_tokens or len(sequence.tokens) > self._context_size:
@@ -286,8 +292,7 @@ class ReferenceEngine:
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         if sequence is self._running:
             self._release(sequence)
-        if held_back := sequence.text.finish():
-            self._emit(Generated(sequence.request.id, (), held_back))
+        self._report(sequence, (), sequence.text.finish(), over=reason != "stop")
         self._emit_done(sequence, reason)
 
     def _park(self, sequence: _Sequence) -> None:
@@ -358,6 +363,14 @@ class ReferenceEngine:
         return np.frombuffer(data, np.float32).reshape(layout)
 
     # Events.
+
+    def _report(
+        self, sequence: _Sequence, tokens: tuple[int, ...], text: str, *, over: bool = False
+    ) -> None:
+        """``over``: the answer ends here, and not with a stop text."""
+        told = () if sequence.logprobs is None else sequence.logprobs.tell(len(text), over=over)
+        if tokens or text or told:
+            self._emit(Generated(sequence.request.id, tokens, text, told))
 
     def _emit_started(self, sequence: _Sequence, found: Found) -> None:
         request, hints = sequence.request, sequence.request.cache

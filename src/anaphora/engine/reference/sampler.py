@@ -16,7 +16,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._random = np.random.default_rng(sampling.seed)
+        seed = sampling.seed
+        self._random = np.random.default_rng(None if seed is None else seed % 2**64)
 
     def sample(self, logits: Floats, tokens: Sequence[int]) -> int:
         """The token to follow ``tokens``; ``logits`` has shape (vocabulary size,)."""
