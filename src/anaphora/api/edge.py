@@ -29,6 +29,18 @@ logger = logging.getLogger(__name__)
 
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
 _MOST_NAMES = 20
+_NO_TEXT = {
+    "image_url": "images",
+    "input_image": "images",
+    "computer_screenshot": "images",
+    "computer_call_output": "images",
+    "image_generation_call": "images",
+    "input_audio": "audio",
+    "video_url": "videos",
+    "file": "files",
+    "input_file": "files",
+}
+"""What parts and items of OpenAI's protocols are that no model here can be shown, by type."""
 
 
 class Body(BaseModel):
@@ -127,11 +139,13 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(step) for step in first["loc"])
     message = _one_line(first["msg"].removeprefix("Value error, "))
     if first["type"] == "none_required":
         message = "is not supported: leave it out"
+    if first["type"] == "union_tag_invalid" and (what := _NO_TEXT.get(first["ctx"]["tag"])):
+        message = f"{what} can't be shown to this model: send text"
     param = str(first["loc"][0]) if first["loc"] else None
     return ApiError(f"{place}: {message}" if place else message, param=param)
 

@@ -105,6 +105,8 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
+    audio: None = None
+    """An earlier answer that was heard."""
 
 
 class Function(Body):
