@@ -22,6 +22,7 @@ from anaphora.engine.protocol import (
     Failed,
     Found,
     Generated,
+    Grammar,
     Request,
     Sampling,
     Started,
@@ -99,10 +100,13 @@ class Driver:
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         background: bool = False,
         want_logits: bool = False,
+        grammar: Grammar | None = None,
     ) -> Result:
         array = np.array(tokens, dtype=np.int32)
         name = f"r{next(_ids)}"
-        request = Request(name, array, max_tokens, sampling, cache, background, want_logits)
+        request = Request(
+            name, array, max_tokens, sampling, cache, background, want_logits, grammar
+        )
         result = self._results[name] = Result(request)
         self.engine.submit(request)
         return result
@@ -123,10 +127,16 @@ class Driver:
         sampling: Sampling = GREEDY,
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         want_logits: bool = False,
+        grammar: Grammar | None = None,
     ) -> Result:
         """Submit one request and step until it has ended."""
         result = self.submit(
-            tokens, max_tokens, sampling=sampling, cache=cache, want_logits=want_logits
+            tokens,
+            max_tokens,
+            sampling=sampling,
+            cache=cache,
+            want_logits=want_logits,
+            grammar=grammar,
         )
         self.wait(result)
         return result

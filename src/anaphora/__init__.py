@@ -1,7 +1,7 @@
 """Anaphora: prompt caching for models you run yourself."""
 
 from anaphora.cache.keys import Segment
-from anaphora.engine.protocol import GREEDY, CacheHints, Found, Sampling, Times
+from anaphora.engine.protocol import GREEDY, CacheHints, Found, Grammar, Sampling, Times
 from anaphora.errors import AnaphoraError
 from anaphora.model import Chat, Model, Reply, Stream, Usage
 from anaphora.settings import Adapter, Settings
@@ -15,6 +15,7 @@ __all__ = [
     "CacheHints",
     "Chat",
     "Found",
+    "Grammar",
     "Model",
     "Reply",
     "Sampling",

@@ -33,6 +33,7 @@ from anaphora.engine.protocol import (
     FinishReason,
     Found,
     Generated,
+    Grammar,
     Request,
     Sampling,
     Started,
@@ -275,10 +276,11 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
     ) -> Stream:
         """Continue a raw prompt. Errors are raised when the stream is read."""
         tokens = self.tokenize(prompt)
-        return Stream(self._host, _request(tokens, max_tokens, sampling, cache))
+        return Stream(self._host, _request(tokens, max_tokens, sampling, cache, grammar))
 
     def generate(
         self,
@@ -287,12 +289,16 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
     ) -> Reply:
         """Continue a raw prompt and return the whole answer.
 
-        Raises :class:`~anaphora.errors.PromptTooLongError` where it doesn't fit the context.
+        Raises :class:`~anaphora.errors.PromptTooLongError` where it doesn't fit the context, and
+        :class:`~anaphora.errors.GrammarError` where ``grammar`` can't be used or met.
         """
-        return self.stream(prompt, max_tokens=max_tokens, sampling=sampling, cache=cache).reply
+        return self.stream(
+            prompt, max_tokens=max_tokens, sampling=sampling, cache=cache, grammar=grammar
+        ).reply
 
     def chat(
         self,
@@ -301,9 +307,13 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
     ) -> Chat:
-        """A conversation with history, rendered by the model's chat template."""
-        return Chat(self, system, max_tokens, sampling, cache)
+        """A conversation with history, rendered by the model's chat template.
+
+        ``grammar`` is that of every answer.
+        """
+        return Chat(self, system, max_tokens, sampling, cache, grammar)
 
     def settle(
         self,
@@ -369,11 +379,13 @@ class Chat:
         max_tokens: int,
         sampling: Sampling,
         cache: CacheHints,
+        grammar: Grammar | None,
     ) -> None:
         self._model = model
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._cache = cache
+        self._grammar = grammar
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append(Message.parse({"role": "system", "content": system}))
@@ -388,7 +400,7 @@ class Chat:
             self.messages = [*turn, answer]
             self._model.settle(self.messages, cache=self._cache)
 
-        request = _request(tokens, self._max_tokens, self._sampling, self._cache)
+        request = _request(tokens, self._max_tokens, self._sampling, self._cache, self._grammar)
         return Stream(self._model._host, request, remember)
 
     def send(self, text: str) -> Reply:
@@ -407,9 +419,14 @@ def _request(
     max_tokens: int,
     sampling: Sampling,
     cache: CacheHints,
+    grammar: Grammar | None = None,
     *,
     background: bool = False,
 ) -> Request:
     if isinstance(sampling, Sampling):  # stop texts follow the rule for all text
         sampling = replace(sampling, stop=tuple(well_formed(text) for text in sampling.stop))
-    return Request(uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background)
+    if isinstance(grammar, Grammar):
+        grammar = replace(grammar, text=well_formed(grammar.text))
+    return Request(
+        uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background, grammar=grammar
+    )

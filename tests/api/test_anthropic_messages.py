@@ -154,7 +154,6 @@ def test_a_final_assistant_message_is_continued(server: Server) -> None:
         {"max_tokens": -1},
         {"tool_choice": {"type": "any"}},
         {"tool_choice": {"type": "tool", "name": "f"}},
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
         {"messages": []},
         {"messages": [{"role": "system", "content": "first"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -165,7 +165,6 @@ def test_an_assistant_message_at_the_end_is_continued(server: Server) -> None:
     [
         {"n": 2},
         {"logprobs": True},
-        {"response_format": {"type": "json_object"}},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

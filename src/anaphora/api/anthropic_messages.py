@@ -20,7 +20,7 @@ from anaphora.api.errors import ApiError, anthropic_body, as_api_error, request_
 from anaphora.api.generation import Generation, prompt_tokens
 from anaphora.api.replies import AnthropicMessage, TokenCount
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, Sampling, Started
+from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.model import Model
 from anaphora.profiles.outline import Ttl
 
@@ -49,6 +49,11 @@ class MessagesRequest(CountRequest):
     diagnostics: DiagnosticsBody | None = None
 
     @property
+    def answer_grammar(self) -> Grammar | None:
+        wanted = self.output_config.format if self.output_config else None
+        return None if wanted is None else Grammar.json_schema(wanted.schema_)
+
+    @property
     def generation(self) -> Generation:
         reading = self.read()
         self._refuse()
@@ -58,6 +63,7 @@ class MessagesRequest(CountRequest):
             reading.conversation,
             self.max_tokens,
             sampling,
+            self.answer_grammar,
             endings=reading.endings,
             implicit="30m",
             conditions=reading.conditions.given,
@@ -69,8 +75,8 @@ class MessagesRequest(CountRequest):
                 raise ApiError("max_tokens: 0 only fills the cache and can't be streamed")
             if self.thinking and self.thinking.type == "enabled":
                 raise ApiError("max_tokens: 0 leaves nothing to think with: disable thinking")
-        if self.output_config and self.output_config.format is not None:
-            raise ApiError("output_config.format: is not supported: leave it out")
+            if self.output_config and self.output_config.format is not None:
+                raise ApiError("max_tokens: 0 gives no answer: leave output_config.format out")
         if self.tool_choice and self.tool_choice.type in ("any", "tool"):
             raise ApiError("tool_choice: a call of a tool cannot be forced: use 'auto' or 'none'")
 

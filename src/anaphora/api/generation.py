@@ -14,7 +14,8 @@ from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import Tokens
 from anaphora.diagnose.prompts import Place, Span
 from anaphora.diagnose.spans import spans
-from anaphora.engine.protocol import CacheHints, Request, Sampling
+from anaphora.engine.constraint import check
+from anaphora.engine.protocol import CacheHints, Grammar, Request, Sampling
 from anaphora.errors import PromptTooLongError
 from anaphora.keys import Tenant
 from anaphora.model import Model
@@ -34,6 +35,8 @@ class Generation:
     max_tokens: int | None
     """``None``: as many as there is room for."""
     sampling: Sampling
+    grammar: Grammar | None = None
+    """What the answer has to be."""
     options: Mapping[str, Plain] = field(default_factory=dict)
     """Further variables for the chat template."""
     endings: tuple[Ending, ...] = ()
@@ -114,9 +117,12 @@ def prepare(
     ``max_tokens`` over the room that the prompt leaves is cut down to it, or refused where
     ``strict``.
 
-    Raises :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and
-    what :func:`prompt_tokens` raises.
+    Raises :class:`~anaphora.errors.GrammarError` where the grammar can't be used,
+    :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and what
+    :func:`prompt_tokens` raises.
     """
+    if generation.grammar is not None:
+        check(generation.grammar, model.vocabulary)
     prompt = _rendered(model, generation)
     tokens = prompt.tokens
     size = model.info.context_size
@@ -136,7 +142,14 @@ def prepare(
         return CacheHints(tenant.segments(common_prefix(prompt, trunk)), profile=profile)
 
     hints = replace(cache(tokens), outline=_outline(generation, profile, prompt))
-    request = Request(request_id, tokens, min(wanted, room), generation.sampling, hints)
+    request = Request(
+        request_id,
+        tokens,
+        min(wanted, room),
+        generation.sampling,
+        hints,
+        grammar=generation.grammar,
+    )
     return Prepared(
         generation,
         request,

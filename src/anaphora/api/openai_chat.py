@@ -10,13 +10,16 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from anaphora.api import openai_choices
+from anaphora.api import formats, openai_choices
 from anaphora.api.edge import Body, Count, Off, Zero
 from anaphora.api.endpoint import Endpoint, takes
+from anaphora.api.errors import ApiError
+from anaphora.api.formats import TEXT, ChatFormat, Format, GrammarFormat, TextFormat
 from anaphora.api.generation import Generation, call, tool
 from anaphora.api.openai_caching import Breakpoint, Caching, CachingBody
 from anaphora.api.openai_choices import ChoicesBody, Form
 from anaphora.api.replies import ChatCompletion
+from anaphora.engine.protocol import Grammar
 from anaphora.prompt.conversation import Conversation, Message
 
 
@@ -118,10 +121,6 @@ class Tool(Body):
     function: Function
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class CacheOptions(Body):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
@@ -134,7 +133,7 @@ class ChatRequest(ChoicesBody, CachingBody):
     tool_choice: ToolChoice = None
     functions: None = None
     function_call: Literal["auto", "none"] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ChatFormat | None = None
     logprobs: Off = None
     top_logprobs: Zero | None = None
     modalities: list[Literal["text"]] | None = None
@@ -146,10 +145,26 @@ class ChatRequest(ChoicesBody, CachingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def format(self) -> Format:
+        """Raises :class:`ApiError` where there are two."""
+        wanted = self.response_format or TEXT
+        if self.gbnf is None:
+            return wanted
+        if not isinstance(wanted, TextFormat):
+            raise ApiError("grammar and response_format exclude each other", param="grammar")
+        return GrammarFormat(type="gbnf", grammar=self.gbnf)
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        return self.format.grammar
+
+    @property
     def generation(self) -> Generation:
         limit = self.max_completion_tokens
         options = self.prompt_cache_options or CacheOptions()
-        conditions = self.conditions(self.reasoning_effort, self.verbosity)
+        conditions = self.conditions(
+            self.reasoning_effort, self.verbosity, formats.matched(self.format)
+        )
         caching = Caching(conditions, options.mode, options.ttl)
         messages = [_message(message) for message in self.messages]
         marked = (
@@ -167,6 +182,7 @@ class ChatRequest(ChoicesBody, CachingBody):
             ),
             self.max_tokens if limit is None else limit,
             self.sampling,
+            self.answer_grammar,
             self.chat_template_kwargs or {},
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,

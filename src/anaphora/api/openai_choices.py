@@ -18,7 +18,7 @@ from anaphora.api.endpoint import Endpoint, computed
 from anaphora.api.errors import as_api_error, openai_body
 from anaphora.api.generation import Generation
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, FinishReason, Sampling, Started
+from anaphora.engine.protocol import Done, FinishReason, Grammar, Sampling, Started
 
 _FINISH: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -59,11 +59,17 @@ class ChoicesBody(Body):
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.001, le=100)
+    gbnf: str | None = Field(None, alias="grammar")
+    """What the answer has to be, in GBNF."""
 
     @property
     @abstractmethod
     def generation(self) -> Generation:
         """What is asked for."""
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        return None if self.gbnf is None else Grammar("gbnf", self.gbnf)
 
     @property
     def sampling(self) -> Sampling:

@@ -58,12 +58,12 @@ class CompletionRequest(ChoicesBody):
     def generation(self) -> Generation:
         wanted = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if isinstance(self.prompt, str):
-            return Generation(self.prompt, wanted, self.sampling)
+            return Generation(self.prompt, wanted, self.sampling, self.answer_grammar)
         try:
             tokens = np.array(self.prompt, dtype=np.int32)
         except OverflowError as error:
             raise PromptError("the prompt has token ids that no model has") from error
-        return Generation(tokens, wanted, self.sampling)
+        return Generation(tokens, wanted, self.sampling, self.answer_grammar)
 
 
 def _choice(text: str) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from anaphora.api import openai_diagnostics, openai_items, streams
+from anaphora.api import formats, openai_diagnostics, openai_items, streams
 from anaphora.api.edge import Body, Count, Off, Zero, query
 from anaphora.api.endpoint import Endpoint, asks, computed, takes
 from anaphora.api.errors import ApiError
+from anaphora.api.formats import TEXT, Format, ResponsesFormat
 from anaphora.api.generation import Generation, tool
 from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
 from anaphora.api.openai_chat import ToolChoice, Verbosity
@@ -29,7 +30,7 @@ from anaphora.api.openai_events import ResponseEvents, replay
 from anaphora.api.openai_items import Item, ItemReference
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, Sampling, Started
+from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.errors import UnavailableError
 from anaphora.keys import Tenant
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
@@ -61,12 +62,8 @@ class Tool(Body):
         return super().without_effect() if self.shown else [self.type]
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: Verbosity | None = None
 
 
@@ -115,7 +112,12 @@ class ResponsesRequest(CachingBody):
         effort = self.reasoning.effort if self.reasoning else None
         verbosity = self.text.verbosity if self.text else None
         options = self.cache_options
-        return Caching(self.conditions(effort, verbosity), options.mode, options.ttl)
+        conditions = self.conditions(effort, verbosity, formats.matched(self.format))
+        return Caching(conditions, options.mode, options.ttl)
+
+    @property
+    def format(self) -> Format:
+        return (self.text and self.text.format) or TEXT
 
     @property
     def shown_tools(self) -> list[Plain]:
@@ -139,7 +141,7 @@ class ResponsesRequest(CachingBody):
             },
             "prompt_cache_retention": self.prompt_cache_retention,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": formats.echoed(self.format)},
             "tool_choice": self.tool_choice or "auto",
             "tools": [_echoed(item) for item in self.tools or () if item.shown],
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -183,6 +185,10 @@ class Turn:
         return self.body.stream
 
     @property
+    def answer_grammar(self) -> Grammar | None:
+        return self.body.format.grammar
+
+    @property
     def generation(self) -> Generation:
         body, caching = self.body, self.body.caching
         earlier = openai_items.parse([item for turn in self.before for item in turn.items])
@@ -194,6 +200,7 @@ class Turn:
             Conversation(tuple(messages), tuple(body.shown_tools)),
             0 if body.cache_options.prewarm else body.max_output_tokens,
             Sampling(**body.given("temperature", "top_p")),
+            self.answer_grammar,
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
             conditions=caching.conditions.given,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anaphora.cache.keys import BlockId, Tokens
 from anaphora.cache.store import CacheStats, Lease, Piece, PrefixCache
+from anaphora.engine.constraint import Constraint, Constraints
 from anaphora.engine.protocol import (
     Done,
     Emit,
@@ -29,7 +30,7 @@ from anaphora.engine.reference.loader import ReferenceModel
 from anaphora.engine.reference.model import Floats
 from anaphora.engine.reference.sampler import Sampler
 from anaphora.engine.text import TextStream
-from anaphora.errors import AnaphoraError, PromptError, PromptTooLongError
+from anaphora.errors import AnaphoraError, GrammarError, PromptError, PromptTooLongError
 from anaphora.profiles import Local
 from anaphora.profiles.decision import Decision
 from anaphora.vocabulary import Vocabulary
@@ -56,6 +57,7 @@ class _Sequence:
     sampler: Sampler
     text: TextStream
     submitted: float
+    constraint: Constraint | None = None
     computed: int = 0
     """Tokens whose keys and values are in the cells: the first so many."""
     decoded_from: int | None = None
@@ -114,6 +116,7 @@ class ReferenceEngine:
         self._block_size = block_size
         self._context_size = context_size or self._transformer.shape.context_size
         self._cells = self._transformer.new_cache(self._context_size)
+        self._constraints = Constraints(model.vocabulary)
         self._waiting: deque[_Sequence] = deque()
         self._background: deque[_Sequence] = deque()
         self._running: _Sequence | None = None
@@ -137,16 +140,23 @@ class ReferenceEngine:
         return self._model.vocabulary
 
     def submit(self, request: Request) -> None:
+        constraint = None
         error = self._refusal(request)
+        if error is None and request.grammar is not None:
+            try:
+                constraint = self._constraints.begin(request.grammar)
+            except GrammarError as wrong:
+                error = wrong
         if error is not None:
             self._emit(Failed(request.id, error))
             return
         sequence = _Sequence(
             request=request,
             tokens=request.tokens.tolist(),
-            sampler=Sampler(request.sampling),
+            sampler=Sampler(request.sampling, constraint),
             text=TextStream(request.sampling.stop),
             submitted=time.perf_counter(),
+            constraint=constraint,
         )
         (self._background if request.background else self._waiting).append(sequence)
 
@@ -261,15 +271,21 @@ class ReferenceEngine:
                 if sequence.lease is not None:
                     profile = sequence.request.cache.profile
                     sequence.lease.write(profile.name, sequence.decision)
-            token = sequence.sampler.sample(logits, sequence.tokens)
-        self._answer(sequence, token)
+        if sequence.request.max_tokens == 0:
+            self._finish(sequence, "length")
+            return
+        try:
+            with sequence.timed(phase):
+                token = sequence.sampler.sample(logits, sequence.tokens)
+        except GrammarError as error:
+            self._release(sequence)
+            self._emit(Failed(sequence.request.id, error))
+        else:
+            self._answer(sequence, token)
 
     def _answer(self, sequence: _Sequence, token: int) -> None:
         """``token`` was chosen: make it part of the answer, or end the answer."""
         request = sequence.request
-        if request.max_tokens == 0:
-            self._finish(sequence, "length")
-            return
         if token in self._model.vocabulary.end_of_generation:
             self._finish(sequence, "end")
             return
@@ -280,6 +296,8 @@ class ReferenceEngine:
         self._emit(Generated(request.id, (token,), text))
         if sequence.text.stopped is not None:
             self._finish(sequence, "stop")
+        elif sequence.constraint is not None and sequence.constraint.complete:
+            self._finish(sequence, "end")
         elif sequence.generated == request.max_tokens or len(sequence.tokens) > self._context_size:
             self._finish(sequence, "length")
 
