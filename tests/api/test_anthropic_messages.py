@@ -170,10 +170,10 @@ def test_what_cannot_be_ignored_is_refused(server: Server, changes: dict[str, An
 
 
 def test_hints_are_ignored_and_named(server: Server) -> None:
-    hints = {"metadata": {"user_id": "me"}, "thinking": {"type": "adaptive"}}
+    hints = {"metadata": {"user_id": "me"}, "speed": "standard", "thinking": {"type": "adaptive"}}
     response = server.http().post("/v1/messages", json={**REQUEST, **hints})
     assert response.status_code == 200
-    assert response.headers["anaphora-ignored"] == "metadata, thinking"
+    assert response.headers["anaphora-ignored"] == "metadata, speed"
 
 
 TOOL = {"name": "look", "description": "Look up.", "input_schema": {"type": "object"}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import streams
 from anaphora.api.anthropic_bodies import CountRequest
 from anaphora.api.anthropic_diagnostics import Diagnostics, Fingerprint
@@ -31,6 +33,8 @@ _CUMULATIVE = (
     "output_tokens",
 )
 """What ``message_delta`` repeats of the usage."""
+_SIGNATURE = "anaphora"
+"""Of all thinking: nobody checks it here, and clients expect one."""
 _HOURS: tuple[Ttl, ...] = ("1h", "12h")
 """Lifetimes that are counted under one hour."""
 
@@ -64,9 +68,11 @@ class MessagesRequest(CountRequest):
             self.max_tokens,
             sampling,
             self.answer_grammar,
+            self.options,
             endings=reading.endings,
             implicit="30m",
             conditions=reading.conditions.given,
+            calls=self.calls,
         )
 
     def _refuse(self) -> None:
@@ -122,11 +128,11 @@ def router(api: Endpoint) -> APIRouter:
             events = _events(answer, begun, cut, api.options.heartbeat, request_id(request))
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
-        content = [{"type": "text", "text": finished.text}] if finished.text else []
+        called = any(isinstance(piece, Call) for piece in finished.pieces)
         reply = {
             **begun(finished.started),
-            "content": content,
-            **_stop(finished.done, cut),
+            "content": [_block(piece) for piece in finished.pieces],
+            **_stop(finished.done, cut, called),
             "usage": _usage(finished.started, finished.done.generated_tokens),
         }
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
@@ -141,7 +147,7 @@ def router(api: Endpoint) -> APIRouter:
         body, _, headers = await api.read(request, CountRequest)
 
         def count(model: Model) -> int:
-            generation = Generation(body.read().conversation, 0, Sampling())
+            generation = Generation(body.read().conversation, 0, Sampling(), options=body.options)
             return len(prompt_tokens(model, api.without_volatile(request, generation)))
 
         async with api.serving.model(body.model) as (model, _):
@@ -169,11 +175,44 @@ def _usage(started: Started, output_tokens: int) -> dict[str, Any]:
     }
 
 
-def _stop(done: Done, cut: bool) -> dict[str, str | None]:
-    """Why the answer ended; ``cut``: there was less room than the tokens asked for."""
+def _stop(done: Done, cut: bool, called: bool) -> dict[str, str | None]:
+    """Why the answer ended.
+
+    :param cut: there was less room than the tokens asked for.
+    :param called: it calls tools.
+    """
     full = "model_context_window_exceeded" if cut else "max_tokens"
-    reason = {"end": "end_turn", "stop": "stop_sequence", "length": full}[done.reason]
+    end = "tool_use" if called else "end_turn"
+    reason = {"end": end, "stop": "stop_sequence", "length": full}[done.reason]
     return {"stop_reason": reason, "stop_sequence": done.stop_text}
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"type": "text", "text": piece.text}
+        case Reasoning():
+            return {"type": "thinking", "thinking": piece.text, "signature": _SIGNATURE}
+        case Call():
+            given = json.loads(piece.arguments)
+            return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": given}
+
+
+def _opening(piece: Piece) -> dict[str, Any]:
+    """The block that ``piece`` is in before its first delta."""
+    empty = {"text": "", "thinking": "", "signature": "", "input": {}}
+    block = _block(piece)
+    return {**block, **{name: value for name, value in empty.items() if name in block}}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"type": "text_delta", "text": piece.text}
+        case Reasoning():
+            return {"type": "thinking_delta", "thinking": piece.text}
+        case Call():
+            return {"type": "input_json_delta", "partial_json": piece.arguments}
 
 
 async def _events(
@@ -186,7 +225,16 @@ async def _events(
     def event(kind: str, **members: Any) -> bytes:
         return streams.event({"type": kind, **members}, kind)
 
-    open_block = False
+    opened: type[Piece] | None = None
+    index, called = -1, False
+
+    def close() -> Iterator[bytes]:
+        if opened is Reasoning:
+            signed = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield event("content_block_delta", index=index, delta=signed)
+        if opened is not None:
+            yield event("content_block_stop", index=index)
+
     try:
         async for happened in answer.events(heartbeat):
             match happened:
@@ -204,19 +252,21 @@ async def _events(
                         "usage": _usage(started, 0),
                     }
                     yield event("message_start", message=message)
-                case str():
-                    if not open_block:
-                        open_block = True
-                        block = {"type": "text", "text": ""}
-                        yield event("content_block_start", index=0, content_block=block)
-                    delta = {"type": "text_delta", "text": happened}
-                    yield event("content_block_delta", index=0, delta=delta)
+                case Text() | Reasoning() | Call():
+                    if opened is not type(happened) or isinstance(happened, Call):
+                        for closing in close():
+                            yield closing
+                        opened, index = type(happened), index + 1
+                        called = called or isinstance(happened, Call)
+                        block = _opening(happened)
+                        yield event("content_block_start", index=index, content_block=block)
+                    yield event("content_block_delta", index=index, delta=_delta(happened))
                 case Done():
-                    if open_block:
-                        yield event("content_block_stop", index=0)
+                    for closing in close():
+                        yield closing
                     counted = _usage(started, happened.generated_tokens)
                     usage = {name: counted[name] for name in _CUMULATIVE}
-                    yield event("message_delta", delta=_stop(happened, cut), usage=usage)
+                    yield event("message_delta", delta=_stop(happened, cut, called), usage=usage)
                     yield event("message_stop")
     except Exception as error:
         yield streams.event(anthropic_body(as_api_error(error), request_id), "error")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -10,12 +10,13 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import formats, openai_choices
 from anaphora.api.edge import Body, Count, Off, Zero
 from anaphora.api.endpoint import Endpoint, takes
 from anaphora.api.errors import ApiError
 from anaphora.api.formats import TEXT, ChatFormat, Format, GrammarFormat, TextFormat
-from anaphora.api.generation import Generation, call, tool
+from anaphora.api.generation import Generation, call, thinking, tool
 from anaphora.api.openai_caching import Breakpoint, Caching, CachingBody
 from anaphora.api.openai_choices import ChoicesBody, Form
 from anaphora.api.replies import ChatCompletion
@@ -183,19 +184,42 @@ class ChatRequest(ChoicesBody, CachingBody):
             self.max_tokens if limit is None else limit,
             self.sampling,
             self.answer_grammar,
-            self.chat_template_kwargs or {},
+            {**thinking(self.reasoning_effort), **(self.chat_template_kwargs or {})},
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
             conditions=conditions.given,
+            calls=self.calls(self.tool_choice or self.function_call),
         )
 
 
-def _whole(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [_called(piece) for piece in pieces if isinstance(piece, Call)]
+    others = {"reasoning_content": reasoning, "tool_calls": calls}
+    return {
+        "message": {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+            **{name: value for name, value in others.items() if value},
+        }
+    }
 
 
-def _piece(text: str) -> dict[str, Any]:
-    return {"delta": {"content": text}}
+def _piece(piece: Piece, calls: int) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"delta": {"content": piece.text}}
+        case Reasoning():
+            return {"delta": {"reasoning_content": piece.text}}
+        case Call():
+            return {"delta": {"tool_calls": [{"index": calls, **_called(piece)}]}}
+
+
+def _called(made: Call) -> dict[str, Any]:
+    function = {"name": made.name, "arguments": made.arguments}
+    return {"id": made.id, "type": "function", "function": function}
 
 
 _FORM = Form(

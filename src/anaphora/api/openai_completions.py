@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from anaphora.answer.pieces import Piece, Text
 from anaphora.api import openai_choices
 from anaphora.api.edge import Count, Integer, Off, One
 from anaphora.api.endpoint import Endpoint, takes
@@ -66,18 +68,22 @@ class CompletionRequest(ChoicesBody):
         return Generation(tokens, wanted, self.sampling, self.answer_grammar)
 
 
-def _choice(text: str) -> dict[str, Any]:
-    return {"text": text}
+def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return {"text": "".join(piece.text for piece in pieces if isinstance(piece, Text))}
+
+
+def _piece(piece: Piece, calls: int) -> dict[str, Any]:
+    return _whole([piece])
 
 
 _FORM = Form(
     prefix="cmpl",
     kind="text_completion",
     chunk_kind="text_completion",
-    whole=_choice,
-    piece=_choice,
+    whole=_whole,
+    piece=_piece,
     first=None,
-    last=_choice(""),
+    last=_whole([]),
 )
 
 

@@ -171,6 +171,9 @@ class Request:
     """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
     grammar: Grammar | None = None
     """What the answer has to be."""
+    shown: Mapping[int, bytes] = field(default_factory=dict)
+    """Control tokens that are part of the answer's text, and what they are in it. All others are
+    no text."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):

@@ -651,7 +651,8 @@ class LlamaEngine:
             self._finish(job, "end")
             return
         job.generated.append(token)
-        text = job.stream.feed(self._vocabulary.piece(token))
+        shown = job.request.shown.get(token)
+        text = job.stream.feed(self._vocabulary.piece(token) if shown is None else shown)
         if job.stream.stopped is not None:
             self._report(job, (token,), text)
             self._finish(job, "stop")

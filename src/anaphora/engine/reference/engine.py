@@ -292,7 +292,8 @@ class ReferenceEngine:
         sequence.tokens.append(token)
         if sequence.generated == 1:
             sequence.seconds["first_token"] = time.perf_counter() - sequence.submitted
-        text = sequence.text.feed(self._model.vocabulary.piece(token))
+        shown = request.shown.get(token)
+        text = sequence.text.feed(self._model.vocabulary.piece(token) if shown is None else shown)
         self._emit(Generated(request.id, (token,), text))
         if sequence.text.stopped is not None:
             self._finish(sequence, "stop")
