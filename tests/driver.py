@@ -22,6 +22,7 @@ from anaphora.engine.protocol import (
     Failed,
     Found,
     Generated,
+    Grammar,
     Request,
     Sampling,
     Started,
@@ -104,12 +105,21 @@ class Driver:
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         background: bool = False,
         want_logits: bool = False,
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> Result:
         array = np.array(tokens, dtype=np.int32)
         name = f"r{next(_ids)}"
         request = Request(
-            name, array, max_tokens, sampling, cache, background, want_logits, logprobs=logprobs
+            name,
+            array,
+            max_tokens,
+            sampling,
+            cache,
+            background,
+            want_logits,
+            grammar,
+            logprobs=logprobs,
         )
         result = self._results[name] = Result(request)
         self.engine.submit(request)
@@ -131,6 +141,7 @@ class Driver:
         sampling: Sampling = GREEDY,
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
         want_logits: bool = False,
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> Result:
         """Submit one request and step until it has ended."""
@@ -140,6 +151,7 @@ class Driver:
             sampling=sampling,
             cache=cache,
             want_logits=want_logits,
+            grammar=grammar,
             logprobs=logprobs,
         )
         self.wait(result)

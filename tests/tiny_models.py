@@ -7,9 +7,11 @@ a wrongly restored cache shows. To write them by hand:
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,11 @@ def byte_alphabet() -> list[str]:
     characters = {byte: chr(byte) for byte in printable}
     characters |= {byte: chr(256 + n) for n, byte in enumerate(rest)}
     return [characters[byte] for byte in range(256)]
+
+
+def _in_alphabet(text: str) -> str:
+    alphabet = byte_alphabet()
+    return "".join(alphabet[byte] for byte in text.encode())
 
 
 VOCABULARY = (*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), *CONTROL)
@@ -66,6 +73,33 @@ class Options:
     """Name of the pre-tokenizer."""
     user_defined: bool = False
     """Add ``<think>``, a token that is matched in plain text though it is no control token."""
+    template: str = CHATML
+    """The chat template."""
+    control: tuple[str, ...] = ()
+    """Further control tokens."""
+    script: str = ""
+    """What a model of the kind ``script`` says to everything; each of the further control tokens
+    can be in it once."""
+
+    @property
+    def chunks(self) -> list[str]:
+        """The tokens of the script, none of which is there twice, nor in the vocabulary."""
+        chunks: list[str] = []
+        pattern = "|".join(map(re.escape, self.control))
+        for text in re.split(f"({pattern})", self.script) if pattern else [self.script]:
+            if text in self.control:
+                chunks.append(text)
+                continue
+            chunk = ""
+            for character in text:
+                chunk += character
+                if len(chunk) > 2 and chunk not in chunks:
+                    chunks.append(chunk)
+                    chunk = ""
+            if chunk:  # a repeated rest: it becomes a part of the token before it
+                chunks[-1] += chunk
+        assert len(set(chunks)) == len(chunks)
+        return chunks
 
 
 class _Model:
@@ -87,6 +121,10 @@ class _Model:
         types = [_NORMAL_TYPE] * normal + [_CONTROL_TYPE] * len(CONTROL)
         if options.user_defined:
             texts, types = [*texts, "<think>"], [*types, _USER_DEFINED_TYPE]
+        spoken = [chunk for chunk in options.chunks if chunk not in options.control]
+        texts += [*map(_in_alphabet, spoken), *options.control]
+        types += [_NORMAL_TYPE] * len(spoken) + [_CONTROL_TYPE] * len(options.control)
+        self.texts = texts
         self._vocabulary_size = len(texts)
         writer.add_token_list(texts)
         writer.add_token_types(types)
@@ -94,7 +132,7 @@ class _Model:
         writer.add_bos_token_id(VOCABULARY.index("<|endoftext|>"))
         writer.add_eos_token_id(VOCABULARY.index("<|im_end|>"))
         writer.add_add_bos_token(False)
-        writer.add_chat_template(CHATML)
+        writer.add_chat_template(options.template)
         self.set(context_length=CONTEXT, embedding_length=WIDTH, block_count=self.layers)
         self.set(attention__layer_norm_rms_epsilon=1e-5)
 
@@ -205,6 +243,35 @@ def _llama(path: Path, options: Options) -> None:
     model.close()
 
 
+def _script(path: Path, options: Options) -> None:
+    """Says ``options.script`` behind a line end, whatever stands before that.
+
+    Attention and feed-forward add nothing, so the next token depends on the last one alone; and as
+    no token of the script is there twice, each of them can name the next.
+    """
+    model = _Model(path, "llama", 1, options)
+    model.heads()
+    random = np.random.default_rng(options.seed)
+    embeddings = random.normal(0, 1, (len(model.texts), WIDTH))
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    spoken = [c if c in options.control else _in_alphabet(c) for c in options.chunks]
+    order = [model.texts.index(text) for text in ("\u010a", *spoken, "<|im_end|>")]
+    output = np.zeros_like(embeddings)
+    for token, following in pairwise(order):
+        output[following] += 10 * embeddings[token]
+    model.tensor("token_embd.weight", embeddings)
+    model.tensor("output.weight", output)
+    model.tensor("output_norm.weight", np.ones(WIDTH))
+    model.vector("blk.0.attn_norm.weight", WIDTH)
+    for name in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"):
+        sizes = {"attn_q": HEAD_SIZE * HEADS, "attn_k": HEAD_SIZE, "attn_v": HEAD_SIZE}
+        model.matrix(f"blk.0.{name}.weight", WIDTH, sizes.get(name, FEED_FORWARD))
+    model.tensor("blk.0.attn_output.weight", np.zeros((WIDTH, HEAD_SIZE * HEADS)))
+    model.vector("blk.0.ffn_norm.weight", WIDTH)
+    model.tensor("blk.0.ffn_down.weight", np.zeros((WIDTH, FEED_FORWARD)))
+    model.close()
+
+
 def _qwen3moe(path: Path, options: Options) -> None:
     model = _Model(path, "qwen3moe", 2, options)
     model.heads()
@@ -268,6 +335,7 @@ def _jamba(path: Path, options: Options) -> None:
 
 KINDS: dict[str, Callable[[Path, Options], None]] = {
     "llama": _llama,
+    "script": _script,
     "qwen3moe": _qwen3moe,
     "gemma3": _gemma3,
     "mamba": _mamba,

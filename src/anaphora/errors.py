@@ -64,6 +64,10 @@ class PromptTooLongError(PromptError):
         return type(self), (self.prompt_tokens, self.context_size)
 
 
+class GrammarError(AnaphoraError):
+    """The grammar of an answer is wrong, costs too much, or can't be met by the model."""
+
+
 class EngineError(AnaphoraError):
     """The engine failed while it worked on a request."""
 

@@ -33,6 +33,7 @@ from anaphora.engine.protocol import (
     FinishReason,
     Found,
     Generated,
+    Grammar,
     Request,
     Sampling,
     Started,
@@ -288,6 +289,7 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> Stream:
         """Continue a raw prompt. Errors are raised when the stream is read.
@@ -295,7 +297,7 @@ class Model:
         ``logprobs``: tell how likely each token was, and so many of the likeliest ones (0 to 20).
         """
         tokens = self.tokenize(prompt)
-        request = _request(tokens, max_tokens, sampling, cache, logprobs=logprobs)
+        request = _request(tokens, max_tokens, sampling, cache, grammar, logprobs=logprobs)
         return Stream(self._host, request)
 
     def generate(
@@ -305,14 +307,21 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> Reply:
         """Continue a raw prompt and return the whole answer; ``logprobs`` as for :meth:`stream`.
 
-        Raises :class:`~anaphora.errors.PromptTooLongError` where it doesn't fit the context.
+        Raises :class:`~anaphora.errors.PromptTooLongError` where it doesn't fit the context, and
+        :class:`~anaphora.errors.GrammarError` where ``grammar`` can't be used or met.
         """
         return self.stream(
-            prompt, max_tokens=max_tokens, sampling=sampling, cache=cache, logprobs=logprobs
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            cache=cache,
+            grammar=grammar,
+            logprobs=logprobs,
         ).reply
 
     def chat(
@@ -322,13 +331,14 @@ class Model:
         max_tokens: int = 256,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         cache: CacheHints = CacheHints(),  # noqa: B008 - frozen
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> Chat:
         """A conversation with history, rendered by the model's chat template.
 
-        ``logprobs``: as for :meth:`stream`.
+        ``grammar`` is that of every answer, ``logprobs`` as for :meth:`stream`.
         """
-        return Chat(self, system, max_tokens, sampling, cache, logprobs)
+        return Chat(self, system, max_tokens, sampling, cache, grammar, logprobs)
 
     def settle(
         self,
@@ -394,12 +404,14 @@ class Chat:
         max_tokens: int,
         sampling: Sampling,
         cache: CacheHints,
+        grammar: Grammar | None,
         logprobs: int | None,
     ) -> None:
         self._model = model
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._cache = cache
+        self._grammar = grammar
         self._logprobs = logprobs
         self.messages: list[Message] = []
         if system is not None:
@@ -416,7 +428,12 @@ class Chat:
             self._model.settle(self.messages, cache=self._cache)
 
         request = _request(
-            tokens, self._max_tokens, self._sampling, self._cache, logprobs=self._logprobs
+            tokens,
+            self._max_tokens,
+            self._sampling,
+            self._cache,
+            self._grammar,
+            logprobs=self._logprobs,
         )
         return Stream(self._model._host, request, remember)
 
@@ -436,12 +453,22 @@ def _request(
     max_tokens: int,
     sampling: Sampling,
     cache: CacheHints,
+    grammar: Grammar | None = None,
     *,
     logprobs: int | None = None,
     background: bool = False,
 ) -> Request:
     if isinstance(sampling, Sampling):  # stop texts follow the rule for all text
         sampling = replace(sampling, stop=tuple(well_formed(text) for text in sampling.stop))
+    if isinstance(grammar, Grammar):
+        grammar = replace(grammar, text=well_formed(grammar.text))
     return Request(
-        uuid.uuid4().hex, tokens, max_tokens, sampling, cache, background, logprobs=logprobs
+        uuid.uuid4().hex,
+        tokens,
+        max_tokens,
+        sampling,
+        cache,
+        background,
+        grammar=grammar,
+        logprobs=logprobs,
     )

@@ -352,16 +352,17 @@ ANTHROPIC = {
             "content": [
                 {"type": "thinking", "thinking": "@", "signature": "@"},
                 {"type": "text", "text": "@"},
-                {"type": "tool_use", "id": "@", "name": "@", "input": {"@": ["@"]}},
+                {"type": "tool_use", "id": "#", "name": "@", "input": {"@": ["@"]}},
+                {"type": "tool_use", "id": "b", "name": "@", "input": {}},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "@", "content": "@"},
+                {"type": "tool_result", "tool_use_id": "#", "content": "@"},
                 {
                     "type": "tool_result",
-                    "tool_use_id": "@",
+                    "tool_use_id": "b",
                     "content": [{"type": "text", "text": "@"}],
                 },
             ],
@@ -384,11 +385,12 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
                 "content": "@",
                 "reasoning_content": "@",
                 "tool_calls": [
-                    {"id": "@", "function": {"name": "@", "arguments": '{"@": ["@"]}'}},
-                    {"id": "@", "function": {"name": "@", "arguments": "@"}},
+                    {"id": "#", "function": {"name": "@", "arguments": '{"@": ["@"]}'}},
+                    {"id": "b", "function": {"name": "@", "arguments": "@"}},
                 ],
             },
-            {"role": "tool", "tool_call_id": "@", "content": "@"},
+            {"role": "tool", "tool_call_id": "#", "content": "@"},
+            {"role": "tool", "tool_call_id": "b", "content": "@"},
             {"role": "developer", "content": "@"},
         ],
     },
@@ -399,17 +401,17 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
         "instructions": "@",
         "tools": [
             {"type": "function", **TOOL},
-            {"type": "custom", "name": "@", "description": "@"},
+            {"type": "custom", "name": "run", "description": "@"},
             {"type": "@"},
         ],
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "@"}], "@": "@"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "@"}]},
             {"type": "reasoning", "id": "@", "summary": [{"type": "summary_text", "text": "@"}]},
-            {"type": "function_call", "call_id": "@", "name": "@", "arguments": '{"@": "@"}'},
-            {"type": "function_call_output", "call_id": "@", "output": "@"},
-            {"type": "custom_tool_call", "call_id": "@", "name": "@", "input": "@"},
-            {"type": "custom_tool_call_output", "call_id": "@", "output": "@"},
+            {"type": "function_call", "call_id": "#", "name": "@", "arguments": '{"@": "@"}'},
+            {"type": "function_call_output", "call_id": "#", "output": "@"},
+            {"type": "custom_tool_call", "call_id": "b", "name": "@", "input": "@"},
+            {"type": "custom_tool_call_output", "call_id": "b", "output": "@"},
             {"role": "developer", "content": "@"},
         ],
     },
@@ -421,7 +423,8 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
     },
     PATHS["messages"] + "/count_tokens": ANTHROPIC,
 }
-"""Requests with an @ wherever a text of the client's own may stand, names included."""
+"""Requests with an @ wherever a text of the client's own may stand, names included, and a # where
+an id does that has to be the same in two places."""
 
 
 class TestHalfAnEmoji:
@@ -429,12 +432,15 @@ class TestHalfAnEmoji:
 
     @pytest.mark.parametrize("path", EVERYWHERE)
     def test_one_rule_for_all_texts(self, server: Server, path: str) -> None:
-        pieces = json.dumps(EVERYWHERE[path]).split("@")
+        form = json.dumps(EVERYWHERE[path])
+        pieces = form.replace("#", "y").split("@")
         http = server.http()
 
         def tokens(place: int, text: str) -> int:
-            """Of the prompt of a request that has ``text`` in this place."""
+            """Of the prompt of a request that has ``text`` in this place; 0: as the id."""
             body = "x".join(pieces[:place]) + text + "x".join(pieces[place:])
+            if place == 0:
+                body = form.replace("@", "x").replace("#", text)
             response = http.post(path, content=body.encode())
             assert response.status_code == 200, (body, response.text)
             reply = response.json()
@@ -443,7 +449,7 @@ class TestHalfAnEmoji:
             return sum(counted.get(name, 0) for name in names)
 
         assert len(pieces) > 8
-        for place in range(1, len(pieces)):
+        for place in range(len(pieces)):
             assert tokens(place, r"\ud83d") == tokens(place, "\ufffd")
             assert tokens(place, r"a\ude00\ud83d") == tokens(place, "a\ufffd\ufffd")
             assert tokens(place, r"\ud83d\ude00") == tokens(place, "\U0001f600")

@@ -299,6 +299,8 @@ def test_a_key_is_accepted_by_the_default_profile(server: Server) -> None:
         ({"prompt_cache_retention": "24h"}, True),
         ({"reasoning": {"effort": "high"}}, False),
         ({"text": {"verbosity": "low"}}, False),
+        ({"text": {"format": {"type": "text"}}}, True),
+        ({"text": {"format": {"type": "json_object"}}}, False),
         ({"parallel_tool_calls": False}, False),
     ],
 )
@@ -307,10 +309,13 @@ def test_what_a_prefix_has_to_match_on(
 ) -> None:
     respond(openai_server, QUESTION)
     assert (counted(respond(openai_server, QUESTION, **options)).read > 0) == same
-    for name, member in (("reasoning", "effort"), ("text", "verbosity")):
-        if name in options:
-            value = options[name][member]
-            options = {"reasoning_effort" if name == "reasoning" else member: value}
+    for name, member, of_chat in (
+        ("reasoning", "effort", "reasoning_effort"),
+        ("text", "verbosity", "verbosity"),
+        ("text", "format", "response_format"),
+    ):
+        if member in options.get(name, {}):
+            options = {of_chat: options[name][member]}
     assert chat(openai_server, QUESTION, **options).read > 0, "chat and responses are alike"
 
 
@@ -367,6 +372,7 @@ TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"
         ({"parallel_tool_calls": False}, "tools_changed"),
         ({"reasoning": {"effort": "high"}}, "reasoning_effort_changed"),
         ({"text": {"verbosity": "high"}}, "verbosity_changed"),
+        ({"text": {"format": {"type": "json_object"}}}, "text_format_changed"),
         ({"text": {"verbosity": "high"}, "prompt_cache_key": "x"}, "prompt_cache_key_changed"),
         ({"instructions": "Be brief."}, "input_changed"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from anaphora.answer.pieces import Text
 from anaphora.api.generation import Generation, prepare
 from anaphora.engine.protocol import Sampling
 from anaphora.keys import LOCAL
@@ -165,7 +166,6 @@ def test_an_assistant_message_at_the_end_is_continued(server: Server) -> None:
     [
         {"n": 2},
         {"logprobs": True},
-        {"response_format": {"type": "json_object"}},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -253,7 +253,7 @@ def test_without_a_cache_there_is_nothing_to_settle(serve: Serve, tiny_model: Ti
     conversation = Conversation.parse([{"role": "user", "content": "Hi"}])
     generation = Generation(conversation, 8, Sampling())
     prepared = prepare(server.model, generation, LOCAL, Local(), request_id="x", strict=False)
-    assert prepared.next_turn("Hello.") is None
+    assert prepared.next_turn([Text("Hello.")]) is None
 
 
 def wait_until_settled(server: Server) -> None:

@@ -147,7 +147,6 @@ def test_stored_responses_are_not_found(server: Server) -> None:
         {"input": [{"type": "item_reference"}]},
         {"input": [{"type": None, "role": "user", "content": "Hi"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"text": {"format": {"type": "json_object"}}},
         {"tool_choice": "required"},
         {"background": True},
         {"conversation": "conv_1"},

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from anaphora.api.edge import Body, Count
 from anaphora.api.errors import ApiError
-from anaphora.api.generation import call, tool
+from anaphora.api.generation import call, thinking, tool
 from anaphora.api.outlines import Ending, with_message_ends
 from anaphora.profiles.anthropic import Conditions, Level, Markable, refusal, top_level_target
 from anaphora.profiles.outline import LIFETIMES, Ttl
@@ -337,18 +337,28 @@ class ToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
-    def without_effect(self) -> Iterable[str]:
-        return [*super().without_effect(), *self.given("disable_parallel_tool_use")]
-
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
 
+    def without_effect(self) -> Iterable[str]:
+        return [*super().without_effect(), *self.given("budget_tokens")]
+
+    @property
+    def thinks(self) -> bool | None:
+        """``None``: as the template has it."""
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(Body):
@@ -361,12 +371,26 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     speed: Literal["standard", "fast"] | None = None
     cache_control: Mark = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def without_effect(self) -> Iterable[str]:
-        hints = self.given("thinking", "speed")
-        if self.output_config and self.output_config.effort:
-            hints["output_config.effort"] = True
-        return [*super().without_effect(), *hints]
+        return [*super().without_effect(), *self.given("speed")]
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        """Further variables for the chat template."""
+        effort = self.output_config.effort if self.output_config else None
+        told = thinking(effort, self.thinking.thinks if self.thinking else None)
+        return {**told, **(self.chat_template_kwargs or {})}
+
+    @property
+    def calls(self) -> Literal["none", "one", "any"]:
+        """How many calls of tools the answer may have."""
+        if self.tool_choice is None:
+            return "any"
+        if self.tool_choice.type == "none":
+            return "none"
+        return "one" if self.tool_choice.disable_parallel_tool_use else "any"
 
     @property
     def conditions(self) -> Conditions:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import streams
 from anaphora.api.anthropic_bodies import CountRequest
 from anaphora.api.anthropic_diagnostics import Diagnostics, Fingerprint
@@ -20,7 +22,7 @@ from anaphora.api.errors import ApiError, anthropic_body, as_api_error, request_
 from anaphora.api.generation import Generation, prompt_tokens
 from anaphora.api.replies import AnthropicMessage, TokenCount
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, Sampling, Started
+from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.model import Model
 from anaphora.profiles.outline import Ttl
 
@@ -31,6 +33,8 @@ _CUMULATIVE = (
     "output_tokens",
 )
 """What ``message_delta`` repeats of the usage."""
+_SIGNATURE = "anaphora"
+"""Of all thinking: nobody checks it here, and clients expect one."""
 _HOURS: tuple[Ttl, ...] = ("1h", "12h")
 """Lifetimes that are counted under one hour."""
 
@@ -49,6 +53,11 @@ class MessagesRequest(CountRequest):
     diagnostics: DiagnosticsBody | None = None
 
     @property
+    def answer_grammar(self) -> Grammar | None:
+        wanted = self.output_config.format if self.output_config else None
+        return None if wanted is None else Grammar.json_schema(wanted.schema_)
+
+    @property
     def generation(self) -> Generation:
         reading = self.read()
         self._refuse()
@@ -58,9 +67,12 @@ class MessagesRequest(CountRequest):
             reading.conversation,
             self.max_tokens,
             sampling,
+            self.answer_grammar,
+            self.options,
             endings=reading.endings,
             implicit="30m",
             conditions=reading.conditions.given,
+            calls=self.calls,
         )
 
     def _refuse(self) -> None:
@@ -69,8 +81,8 @@ class MessagesRequest(CountRequest):
                 raise ApiError("max_tokens: 0 only fills the cache and can't be streamed")
             if self.thinking and self.thinking.type == "enabled":
                 raise ApiError("max_tokens: 0 leaves nothing to think with: disable thinking")
-        if self.output_config and self.output_config.format is not None:
-            raise ApiError("output_config.format: is not supported: leave it out")
+            if self.output_config and self.output_config.format is not None:
+                raise ApiError("max_tokens: 0 gives no answer: leave output_config.format out")
         if self.tool_choice and self.tool_choice.type in ("any", "tool"):
             raise ApiError("tool_choice: a call of a tool cannot be forced: use 'auto' or 'none'")
 
@@ -116,11 +128,11 @@ def router(api: Endpoint) -> APIRouter:
             events = _events(answer, begun, cut, api.options.heartbeat, request_id(request))
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
-        content = [{"type": "text", "text": finished.text}] if finished.text else []
+        called = any(isinstance(piece, Call) for piece in finished.pieces)
         reply = {
             **begun(finished.started),
-            "content": content,
-            **_stop(finished.done, cut),
+            "content": [_block(piece) for piece in finished.pieces],
+            **_stop(finished.done, cut, called),
             "usage": _usage(finished.started, finished.done.generated_tokens),
         }
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
@@ -135,7 +147,7 @@ def router(api: Endpoint) -> APIRouter:
         body, _, headers = await api.read(request, CountRequest)
 
         def count(model: Model) -> int:
-            generation = Generation(body.read().conversation, 0, Sampling())
+            generation = Generation(body.read().conversation, 0, Sampling(), options=body.options)
             return len(prompt_tokens(model, api.without_volatile(request, generation)))
 
         async with api.serving.model(body.model) as (model, _):
@@ -163,11 +175,44 @@ def _usage(started: Started, output_tokens: int) -> dict[str, Any]:
     }
 
 
-def _stop(done: Done, cut: bool) -> dict[str, str | None]:
-    """Why the answer ended; ``cut``: there was less room than the tokens asked for."""
+def _stop(done: Done, cut: bool, called: bool) -> dict[str, str | None]:
+    """Why the answer ended.
+
+    :param cut: there was less room than the tokens asked for.
+    :param called: it calls tools.
+    """
     full = "model_context_window_exceeded" if cut else "max_tokens"
-    reason = {"end": "end_turn", "stop": "stop_sequence", "length": full}[done.reason]
+    end = "tool_use" if called else "end_turn"
+    reason = {"end": end, "stop": "stop_sequence", "length": full}[done.reason]
     return {"stop_reason": reason, "stop_sequence": done.stop_text}
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"type": "text", "text": piece.text}
+        case Reasoning():
+            return {"type": "thinking", "thinking": piece.text, "signature": _SIGNATURE}
+        case Call():
+            given = json.loads(piece.arguments)
+            return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": given}
+
+
+def _opening(piece: Piece) -> dict[str, Any]:
+    """The block that ``piece`` is in before its first delta."""
+    empty = {"text": "", "thinking": "", "signature": "", "input": {}}
+    block = _block(piece)
+    return {**block, **{name: value for name, value in empty.items() if name in block}}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"type": "text_delta", "text": piece.text}
+        case Reasoning():
+            return {"type": "thinking_delta", "thinking": piece.text}
+        case Call():
+            return {"type": "input_json_delta", "partial_json": piece.arguments}
 
 
 async def _events(
@@ -180,7 +225,16 @@ async def _events(
     def event(kind: str, **members: Any) -> bytes:
         return streams.event({"type": kind, **members}, kind)
 
-    open_block = False
+    opened: type[Piece] | None = None
+    index, called = -1, False
+
+    def close() -> Iterator[bytes]:
+        if opened is Reasoning:
+            signed = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield event("content_block_delta", index=index, delta=signed)
+        if opened is not None:
+            yield event("content_block_stop", index=index)
+
     try:
         async for happened in answer.events(heartbeat):
             match happened:
@@ -198,19 +252,21 @@ async def _events(
                         "usage": _usage(started, 0),
                     }
                     yield event("message_start", message=message)
-                case str():
-                    if not open_block:
-                        open_block = True
-                        block = {"type": "text", "text": ""}
-                        yield event("content_block_start", index=0, content_block=block)
-                    delta = {"type": "text_delta", "text": happened}
-                    yield event("content_block_delta", index=0, delta=delta)
+                case Text() | Reasoning() | Call():
+                    if opened is not type(happened) or isinstance(happened, Call):
+                        for closing in close():
+                            yield closing
+                        opened, index = type(happened), index + 1
+                        called = called or isinstance(happened, Call)
+                        block = _opening(happened)
+                        yield event("content_block_start", index=index, content_block=block)
+                    yield event("content_block_delta", index=index, delta=_delta(happened))
                 case Done():
-                    if open_block:
-                        yield event("content_block_stop", index=0)
+                    for closing in close():
+                        yield closing
                     counted = _usage(started, happened.generated_tokens)
                     usage = {name: counted[name] for name in _CUMULATIVE}
-                    yield event("message_delta", delta=_stop(happened, cut), usage=usage)
+                    yield event("message_delta", delta=_stop(happened, cut, called), usage=usage)
                     yield event("message_stop")
     except Exception as error:
         yield streams.event(anthropic_body(as_api_error(error), request_id), "error")

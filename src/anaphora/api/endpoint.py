@@ -14,7 +14,7 @@ from anaphora.api.errors import ApiError, request_id
 from anaphora.api.generation import Generation, Prepared, prepare
 from anaphora.api.serving import Answer, Finished, Serving
 from anaphora.clock import SystemClock
-from anaphora.engine.protocol import Done
+from anaphora.engine.protocol import Done, Grammar
 from anaphora.keys import LOCAL, Keys, Tenant
 from anaphora.model import Model
 from anaphora.profiles import DEFAULT_PROFILE, PROFILES, Profile
@@ -35,6 +35,9 @@ class Wanted(Protocol):
 
     @property
     def stream(self) -> bool | None: ...
+
+    @property
+    def answer_grammar(self) -> Grammar | None: ...
 
     @property
     def generation(self) -> Generation: ...
@@ -128,7 +131,8 @@ class Endpoint:
     async def submit(
         self, request: Request, body: Wanted, tenant: Tenant, *, quick: bool = True
     ) -> Answer:
-        """Hand a request to the engine. It is not ``quick`` where the prompt is more than its body.
+        """Hand a request to the engine. It is not ``quick`` where the prompt is more than its body,
+        nor where there is a grammar to be checked.
 
         Raises what :meth:`Serving.submit` does, and
         :class:`~starlette.requests.ClientDisconnect` where nobody waits any more.
@@ -149,7 +153,10 @@ class Endpoint:
                 ID_PREFIXES[api] + own_id, tenant, api, bool(body.stream), self._clock.now()
             ),
             model=body.model,
-            quick=quick and length.isdecimal() and int(length) <= _QUICK,
+            quick=quick
+            and body.answer_grammar is None
+            and length.isdecimal()
+            and int(length) <= _QUICK,
         )
         # It may wait for another model to be loaded.
         answer = await streams.while_connected(request.receive, submitting)

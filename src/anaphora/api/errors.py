@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from anaphora.errors import (
     AnaphoraError,
+    GrammarError,
     OverloadedError,
     PromptError,
     PromptTooLongError,
@@ -82,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError:
                 "send less, or serve the model with a larger ctx-size"
             )
             return ApiError(message, param="messages", code="context_length_exceeded")
-        case PromptError() | TemplateError() | SettingsError():
+        case PromptError() | TemplateError() | SettingsError() | GrammarError():
             return ApiError(str(error))
         case HTTPException():
             return ApiError(error.detail, status=error.status_code, headers=error.headers)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
+from anaphora.answer.forms import Form
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
+from anaphora.answer.reader import Reader
 from anaphora.api.errors import ApiError
 from anaphora.api.outlines import Ending, outline
 from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import Tokens
 from anaphora.diagnose.prompts import Place, Span
 from anaphora.diagnose.spans import spans
-from anaphora.engine.protocol import CacheHints, Request, Sampling
+from anaphora.engine.constraint import check
+from anaphora.engine.protocol import CacheHints, Grammar, Request, Sampling
 from anaphora.errors import PromptTooLongError
 from anaphora.keys import Tenant
 from anaphora.model import Model
 from anaphora.profiles import Local, Profile
 from anaphora.profiles.outline import NO_OUTLINE, Outline, Ttl
 from anaphora.prompt import adapt
-from anaphora.prompt.conversation import Conversation, Plain
+from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
 from anaphora.prompt.tokens import Prompt
 
 
@@ -34,6 +39,8 @@ class Generation:
     max_tokens: int | None
     """``None``: as many as there is room for."""
     sampling: Sampling
+    grammar: Grammar | None = None
+    """What the answer has to be."""
     options: Mapping[str, Plain] = field(default_factory=dict)
     """Further variables for the chat template."""
     endings: tuple[Ending, ...] = ()
@@ -44,6 +51,9 @@ class Generation:
     """Names of the rules for volatile text that were applied to the prompt."""
     conditions: Mapping[str, Plain] = field(default_factory=dict)
     """What prefixes have to match on besides tokens, without defaults."""
+    calls: Literal["none", "one", "any"] = "any"
+    """How many calls of tools the answer may have. With ``none`` they are text; with ``one`` a call
+    is the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,9 @@ class Prepared:
 
     generation: Generation
     request: Request
-    next_turn: Callable[[str], Request | None]
+    reader: Reader
+    """For the text of the answer."""
+    next_turn: Callable[[Sequence[Piece]], Request | None]
     """What to compute in idle time once the answer is known: the conversation as the next turn
     will show it, which may differ from the tokens that were generated."""
     spans: tuple[Span, ...]
@@ -73,6 +85,18 @@ def call(call_id: str | None, name: str, arguments: Plain) -> Plain:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
+
+
+def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Plain]:
+    """What templates are told of how much to think, under the names that they have for it.
+
+    :param thinks: whether to think at all; ``None``: that depends on the effort, and without one on
+        the template.
+    """
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    told: dict[str, Plain] = {} if effort is None else {"reasoning_effort": effort}
+    return told if thinks is None else {**told, "enable_thinking": thinks, "thinking": thinks}
 
 
 def prompt_tokens(model: Model, generation: Generation) -> Tokens:
@@ -114,9 +138,12 @@ def prepare(
     ``max_tokens`` over the room that the prompt leaves is cut down to it, or refused where
     ``strict``.
 
-    Raises :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and
-    what :func:`prompt_tokens` raises.
+    Raises :class:`~anaphora.errors.GrammarError` where the grammar can't be used,
+    :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and what
+    :func:`prompt_tokens` raises.
     """
+    if generation.grammar is not None:
+        check(generation.grammar, model.vocabulary)
     prompt = _rendered(model, generation)
     tokens = prompt.tokens
     size = model.info.context_size
@@ -136,13 +163,58 @@ def prepare(
         return CacheHints(tenant.segments(common_prefix(prompt, trunk)), profile=profile)
 
     hints = replace(cache(tokens), outline=_outline(generation, profile, prompt))
-    request = Request(request_id, tokens, min(wanted, room), generation.sampling, hints)
+    shown, reader = _reading(model, generation, prompt)
+    request = Request(
+        request_id,
+        tokens,
+        min(wanted, room),
+        generation.sampling,
+        hints,
+        grammar=generation.grammar,
+        shown=shown,
+    )
     return Prepared(
         generation,
         request,
+        reader,
         lambda answer: _next_turn(model, generation, cache, answer),
         _spans(model, generation, prompt),
     )
+
+
+def _reading(
+    model: Model, generation: Generation, prompt: Prompt
+) -> tuple[Mapping[int, bytes], Reader]:
+    """The control tokens that show in the text of the answer, and who reads it.
+
+    What a grammar holds is neither call nor reasoning, whatever it looks like.
+    """
+    if not isinstance(generation.prompt, Conversation) or generation.grammar is not None:
+        return {}, Form().reader("", {}, frozenset())
+    form = model.renderer.form
+    if prompt.generic_tools:
+        form = form.with_generic()
+    tools = {} if generation.calls == "none" else _parameters(generation.prompt.tools)
+    shown = form.shown(model.vocabulary.control, with_calls=bool(tools))
+    hidden = frozenset(text.decode() for text in shown.values())
+    first_only = generation.calls == "one"
+    return shown, form.reader(prompt.text, tools, hidden, first_call_only=first_only)
+
+
+def _parameters(tools: Sequence[Plain]) -> dict[str, Plain]:
+    """Schemas of the parameters of ``tools``, which are in the form of :func:`tool`, by name."""
+    return {item["function"]["name"]: item["function"].get("parameters") for item in tools}
+
+
+def message(pieces: Sequence[Piece]) -> Message:
+    """An answer as a client will send it back."""
+    content = [TextPart(piece.text) for piece in pieces if isinstance(piece, Text)]
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [
+        call(piece.id, piece.name, piece.arguments) for piece in pieces if isinstance(piece, Call)
+    ]
+    fields = {"reasoning_content": thoughts, "tool_calls": calls}
+    return Message("assistant", tuple(content), {k: v for k, v in fields.items() if v})
 
 
 def _spans(model: Model, generation: Generation, prompt: Prompt) -> tuple[Span, ...]:
@@ -159,12 +231,15 @@ def _trunk(model: Model, generation: Generation, tenant: Tenant) -> Tokens:
 
 
 def _next_turn(
-    model: Model, generation: Generation, cache: Callable[[Tokens], CacheHints], answer: str
+    model: Model,
+    generation: Generation,
+    cache: Callable[[Tokens], CacheHints],
+    answer: Sequence[Piece],
 ) -> Request | None:
     """A request that settles the turn; ``None`` where there is nothing to settle."""
     if not answer or not isinstance(generation.prompt, Conversation):
         return None
-    answered = adapt.answered(generation.prompt, answer)
+    answered = adapt.answered(generation.prompt, message(answer))
     tokens = model.opening(answered, generation.options)
     if tokens is None:
         return None

@@ -54,11 +54,18 @@ class CachingBody(Body):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """A maximum: no lifetime is longer than a day."""
 
-    def conditions(self, effort: str | None, verbosity: str | None) -> Conditions:
+    def calls(self, tool_choice: str | None) -> Literal["none", "one", "any"]:
+        """How many calls of tools the answer may have."""
+        if tool_choice == "none":
+            return "none"
+        return "one" if self.parallel_tool_calls is False else "any"
+
+    def conditions(self, effort: str | None, verbosity: str | None, text_format: str) -> Conditions:
         """What a prefix has to match on besides its tokens."""
         return Conditions(
             prompt_cache_key=self.prompt_cache_key or "",
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            text_format=text_format,
             reasoning_effort=effort or _DEFAULTS.reasoning_effort,
             verbosity=verbosity or _DEFAULTS.verbosity,
         )

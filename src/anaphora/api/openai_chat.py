@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -10,13 +10,17 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from anaphora.api import openai_choices
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
+from anaphora.api import formats, openai_choices
 from anaphora.api.edge import Body, Count, Off, Zero
 from anaphora.api.endpoint import Endpoint, takes
-from anaphora.api.generation import Generation, call, tool
+from anaphora.api.errors import ApiError
+from anaphora.api.formats import TEXT, ChatFormat, Format, GrammarFormat, TextFormat
+from anaphora.api.generation import Generation, call, thinking, tool
 from anaphora.api.openai_caching import Breakpoint, Caching, CachingBody
 from anaphora.api.openai_choices import ChoicesBody, Form
 from anaphora.api.replies import ChatCompletion
+from anaphora.engine.protocol import Grammar
 from anaphora.prompt.conversation import Conversation, Message
 
 
@@ -120,10 +124,6 @@ class Tool(Body):
     function: Function
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class CacheOptions(Body):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
@@ -136,7 +136,7 @@ class ChatRequest(ChoicesBody, CachingBody):
     tool_choice: ToolChoice = None
     functions: None = None
     function_call: Literal["auto", "none"] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ChatFormat | None = None
     logprobs: Off = None
     top_logprobs: Zero | None = None
     modalities: list[Literal["text"]] | None = None
@@ -148,10 +148,26 @@ class ChatRequest(ChoicesBody, CachingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def format(self) -> Format:
+        """Raises :class:`ApiError` where there are two."""
+        wanted = self.response_format or TEXT
+        if self.gbnf is None:
+            return wanted
+        if not isinstance(wanted, TextFormat):
+            raise ApiError("grammar and response_format exclude each other", param="grammar")
+        return GrammarFormat(type="gbnf", grammar=self.gbnf)
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        return self.format.grammar
+
+    @property
     def generation(self) -> Generation:
         limit = self.max_completion_tokens
         options = self.prompt_cache_options or CacheOptions()
-        conditions = self.conditions(self.reasoning_effort, self.verbosity)
+        conditions = self.conditions(
+            self.reasoning_effort, self.verbosity, formats.matched(self.format)
+        )
         caching = Caching(conditions, options.mode, options.ttl)
         messages = [_message(message) for message in self.messages]
         marked = (
@@ -169,19 +185,43 @@ class ChatRequest(ChoicesBody, CachingBody):
             ),
             self.max_tokens if limit is None else limit,
             self.sampling,
-            self.chat_template_kwargs or {},
+            self.answer_grammar,
+            {**thinking(self.reasoning_effort), **(self.chat_template_kwargs or {})},
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
             conditions=conditions.given,
+            calls=self.calls(self.tool_choice or self.function_call),
         )
 
 
-def _whole(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [_called(piece) for piece in pieces if isinstance(piece, Call)]
+    others = {"reasoning_content": reasoning, "tool_calls": calls}
+    return {
+        "message": {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+            **{name: value for name, value in others.items() if value},
+        }
+    }
 
 
-def _piece(text: str) -> dict[str, Any]:
-    return {"delta": {"content": text}}
+def _piece(piece: Piece, calls: int) -> dict[str, Any]:
+    match piece:
+        case Text():
+            return {"delta": {"content": piece.text}}
+        case Reasoning():
+            return {"delta": {"reasoning_content": piece.text}}
+        case Call():
+            return {"delta": {"tool_calls": [{"index": calls, **_called(piece)}]}}
+
+
+def _called(made: Call) -> dict[str, Any]:
+    function = {"name": made.name, "arguments": made.arguments}
+    return {"id": made.id, "type": "function", "function": function}
 
 
 _FORM = Form(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,13 +12,14 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import streams
 from anaphora.api.edge import Body, Count, Integer, One, TopK
 from anaphora.api.endpoint import Endpoint, computed
 from anaphora.api.errors import as_api_error, openai_body
 from anaphora.api.generation import Generation
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, FinishReason, Sampling, Started
+from anaphora.engine.protocol import Done, FinishReason, Grammar, Sampling, Started
 
 _FINISH: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -59,11 +60,17 @@ class ChoicesBody(Body):
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.001, le=100)
+    gbnf: str | None = Field(None, alias="grammar")
+    """What the answer has to be, in GBNF."""
 
     @property
     @abstractmethod
     def generation(self) -> Generation:
         """What is asked for."""
+
+    @property
+    def answer_grammar(self) -> Grammar | None:
+        return None if self.gbnf is None else Grammar("gbnf", self.gbnf)
 
     @property
     def sampling(self) -> Sampling:
@@ -89,17 +96,17 @@ class Form:
     """``object`` of an answer."""
     chunk_kind: str
     """``object`` of a chunk of a stream."""
-    whole: Callable[[str], dict[str, Any]]
-    """A choice's own members, from the text of the answer."""
-    piece: Callable[[str], dict[str, Any]]
-    """The same in a chunk, from its text."""
+    whole: Callable[[Sequence[Piece]], dict[str, Any]]
+    """A choice's own members, from the answer."""
+    piece: Callable[[Piece, int], dict[str, Any]]
+    """The same in a chunk, from a piece of the answer and the number of calls before it."""
     first: dict[str, Any] | None
     """The same in a chunk that comes before all text."""
     last: dict[str, Any]
     """The same in the chunk that ends the answer."""
 
 
-def usage(started: Started, done: Done) -> dict[str, Any]:
+def usage(started: Started, done: Done, reasoning_tokens: int) -> dict[str, Any]:
     """Tokens of a request; those read from and written to the cache are parts of the prompt's."""
     return {
         "prompt_tokens": started.prompt_tokens,
@@ -109,7 +116,7 @@ def usage(started: Started, done: Done) -> dict[str, Any]:
             "cached_tokens": started.read_tokens,
             "cache_write_tokens": started.written_tokens,
         },
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -127,8 +134,10 @@ async def answer(api: Endpoint, request: Request, kind: type[ChoicesBody], form:
         chunks = _chunks(running, form, head, body.with_usage, api.options.heartbeat)
         return streams.EventStream(chunks, running.close, headers)
     finished = await api.whole(request, running)
-    choice = _choice(form.whole(finished.text), _FINISH[finished.done.reason])
-    reply = {**head, "choices": [choice], "usage": usage(finished.started, finished.done)}
+    finish = _finish(finished.done, any(isinstance(piece, Call) for piece in finished.pieces))
+    choice = _choice(form.whole(finished.pieces), finish)
+    counted = usage(finished.started, finished.done, finished.reasoning_tokens)
+    reply = {**head, "choices": [choice], "usage": counted}
     return JSONResponse(reply, headers={**headers, **computed(finished.done)})
 
 
@@ -136,10 +145,16 @@ def _choice(members: dict[str, Any], finish: str | None) -> dict[str, Any]:
     return {"index": 0, **members, "logprobs": None, "finish_reason": finish}
 
 
+def _finish(done: Done, called: bool) -> str:
+    finish = _FINISH[done.reason]
+    return "tool_calls" if called and finish == "stop" else finish
+
+
 async def _chunks(
     running: Answer, form: Form, head: dict[str, Any], with_usage: bool, heartbeat: float
 ) -> AsyncIterator[bytes]:
     no_usage = {"usage": None} if with_usage else {}
+    calls = 0
 
     def chunk(members: dict[str, Any], finish: str | None = None) -> bytes:
         return streams.event({**head, "choices": [_choice(members, finish)], **no_usage})
@@ -152,12 +167,14 @@ async def _chunks(
                 case Started() as started:
                     if form.first is not None:
                         yield chunk(form.first)
-                case str():
-                    yield chunk(form.piece(event))
+                case Text() | Reasoning() | Call():
+                    yield chunk(form.piece(event, calls))
+                    calls += isinstance(event, Call)
                 case Done():
-                    yield chunk(form.last, _FINISH[event.reason])
+                    yield chunk(form.last, _finish(event, calls > 0))
                     if with_usage:
-                        last = {"choices": [], "usage": usage(started, event)}
+                        counted = usage(started, event, running.reasoning_tokens)
+                        last = {"choices": [], "usage": counted}
                         yield streams.event({**head, **last})
         yield streams.DONE
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from anaphora.answer.pieces import Piece, Text
 from anaphora.api import openai_choices
 from anaphora.api.edge import Count, Integer, Off, One
 from anaphora.api.endpoint import Endpoint, takes
@@ -58,26 +60,30 @@ class CompletionRequest(ChoicesBody):
     def generation(self) -> Generation:
         wanted = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if isinstance(self.prompt, str):
-            return Generation(self.prompt, wanted, self.sampling)
+            return Generation(self.prompt, wanted, self.sampling, self.answer_grammar)
         try:
             tokens = np.array(self.prompt, dtype=np.int32)
         except OverflowError as error:
             raise PromptError("the prompt has token ids that no model has") from error
-        return Generation(tokens, wanted, self.sampling)
+        return Generation(tokens, wanted, self.sampling, self.answer_grammar)
 
 
-def _choice(text: str) -> dict[str, Any]:
-    return {"text": text}
+def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return {"text": "".join(piece.text for piece in pieces if isinstance(piece, Text))}
+
+
+def _piece(piece: Piece, calls: int) -> dict[str, Any]:
+    return _whole([piece])
 
 
 _FORM = Form(
     prefix="cmpl",
     kind="text_completion",
     chunk_kind="text_completion",
-    whole=_choice,
-    piece=_choice,
+    whole=_whole,
+    piece=_piece,
     first=None,
-    last=_choice(""),
+    last=_whole([]),
 )
 
 

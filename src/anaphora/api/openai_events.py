@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from anaphora.answer.pieces import Call, Piece, merged
 from anaphora.api import openai_items, streams
 from anaphora.api.errors import as_api_error
 from anaphora.responses import StoredResponse
@@ -13,12 +14,12 @@ from anaphora.responses import StoredResponse
 class ResponseEvents:
     """Makes the events of one response, in their order, and numbers them from 0."""
 
-    def __init__(self, head: Mapping[str, Any], item_id: str) -> None:
+    def __init__(self, head: Mapping[str, Any], request_id: str, custom: Collection[str]) -> None:
         """
         :param head: what is known of the response before it has begun.
-        :param item_id: of its message.
+        :param custom: names of the tools whose input is free text.
         """
-        self.texts: list[str] = []
+        self.pieces: list[Piece] = []
         """What came so far, by events."""
         self._running = {
             **head,
@@ -28,32 +29,41 @@ class ResponseEvents:
             "output": [],
             "usage": None,
         }
-        self._place: dict[str, Any] = {"item_id": item_id, "output_index": 0, "content_index": 0}
+        self._request_id = request_id
+        self._custom = custom
+        self._open: list[Piece] = []
+        """The stretches of the item that is not complete yet."""
+        self._index = -1
+        """That of the latest item."""
         self._number = -1
 
     def begin(self) -> Iterator[bytes]:
         yield self._event("created", response=self._running)
         yield self._event("in_progress", response=self._running)
 
-    def add(self, text: str) -> Iterator[bytes]:
+    def add(self, piece: Piece) -> Iterator[bytes]:
         """The next piece of the answer."""
-        if not self.texts:
-            item = openai_items.answer(self._place["item_id"], "in_progress")
-            yield self._event("output_item.added", output_index=0, item=item)
-            part = openai_items.text_part("")
-            yield self._event("content_part.added", **self._place, part=part)
-        self.texts.append(text)
-        yield self._event("output_text.delta", **self._place, delta=text, logprobs=[])
+        self.pieces.append(piece)
+        if self._open and type(self._open[0]) is not type(piece):
+            yield from self._close(self._item(*merged(self._open)))
+        if isinstance(piece, Call):
+            yield from self._call(piece)
+            return
+        kind = openai_items.KINDS[type(piece)]
+        if not self._open:
+            self._index += 1
+            item = {**self._item(type(piece)("")), "status": "in_progress", "content": []}
+            yield self._event("output_item.added", output_index=self._index, item=item)
+            part = kind.part("")
+            yield self._event("content_part.added", **self._place(item), part=part)
+        self._open.append(piece)
+        place = self._place(self._item(piece))
+        yield self._event(f"{kind.event}.delta", **place, delta=piece.text, **kind.more)
 
     def end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
         """It is finished."""
-        if self.texts:
-            text = "".join(self.texts)
-            yield self._event("output_text.done", **self._place, text=text, logprobs=[])
-            part = openai_items.text_part(text)
-            yield self._event("content_part.done", **self._place, part=part)
-            item = response["output"][0]
-            yield self._event("output_item.done", output_index=0, item=item)
+        if self._open:
+            yield from self._close(response["output"][-1])
         yield self._event(response["status"], response=response)
 
     def fail(self, error: Exception) -> bytes:
@@ -61,6 +71,35 @@ class ResponseEvents:
         failure = {"code": told.code or "server_error", "message": str(told)}
         failed = {**self._running, "status": "failed", "error": failure}
         return self._event("failed", response=failed)
+
+    def _call(self, call: Call) -> Iterator[bytes]:
+        """All of a call: it comes complete."""
+        self._index += 1
+        item = self._item(call)
+        name, event = "arguments", "function_call_arguments"
+        if item["type"] == "custom_tool_call":
+            name, event = "input", "custom_tool_call_input"
+        place = {"item_id": item["id"], "output_index": self._index}
+        begun = {**item, "status": "in_progress", name: ""}
+        yield self._event("output_item.added", output_index=self._index, item=begun)
+        yield self._event(f"{event}.delta", **place, delta=item[name])
+        yield self._event(f"{event}.done", **place, **{name: item[name]})
+        yield self._event("output_item.done", output_index=self._index, item=item)
+
+    def _close(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        """The open item is complete."""
+        kind = openai_items.KINDS[type(self._open[0])]
+        part, place = item["content"][0], self._place(item)
+        yield self._event(f"{kind.event}.done", **place, text=part["text"], **kind.more)
+        yield self._event("content_part.done", **place, part=part)
+        yield self._event("output_item.done", output_index=self._index, item=item)
+        self._open = []
+
+    def _item(self, piece: Piece) -> dict[str, Any]:
+        return openai_items.output(piece, self._request_id, self._index, self._custom)
+
+    def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": self._index, "content_index": 0}
 
     def _event(self, name: str, **members: Any) -> bytes:
         self._number += 1
@@ -80,11 +119,19 @@ def _all(stored: StoredResponse) -> Iterator[bytes]:
     response = stored.response
     # Only known at the end.
     head = {name: response[name] for name in response if name != "prompt_cache_diagnostics"}
-    events = ResponseEvents(head, openai_items.output_id(stored.id.removeprefix("resp_")))
+    calls = [item for item in response["output"] if item["type"] == "custom_tool_call"]
+    custom = {item["name"] for item in calls}
+    events = ResponseEvents(head, stored.id.removeprefix("resp_"), custom)
     yield from events.begin()
-    text = "".join(part["text"] for item in response["output"] for part in item["content"])
-    start = 0
-    for length in stored.deltas:
-        yield from events.add(text[start : start + length])
-        start += length
+    deltas = iter(stored.deltas)
+    for item in response["output"]:
+        piece = openai_items.piece(item)
+        if isinstance(piece, Call):
+            yield from events.add(piece)
+            continue
+        start = 0
+        while start < len(piece.text):
+            length = next(deltas)
+            yield from events.add(type(piece)(piece.text[start : start + length]))
+            start += length
     yield from events.end(response)

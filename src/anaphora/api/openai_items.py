@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api.edge import Body
 from anaphora.api.generation import call
 from anaphora.api.openai_caching import Breakpoint, Caching
@@ -83,8 +86,25 @@ class CustomOutputItem(Body):
     output: Content
 
 
+class ReasoningContent(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningSummary(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
 class ReasoningItem(Body):
     type: Literal["reasoning"]
+    content: list[ReasoningContent] | None = None
+    summary: list[ReasoningSummary] = Field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Without a text of its own, its summary."""
+        return "".join(part.text for part in self.content or self.summary)
 
 
 class ItemReference(Body):
@@ -113,11 +133,6 @@ def parse(listed: Sequence[Plain]) -> list[Item]:
     return _ITEMS.validate_python(listed)
 
 
-def output_id(request_id: str) -> str:
-    """The id of the message that answers a request."""
-    return f"msg_{request_id}"
-
-
 def response_id(item_id: str) -> str:
     """The response that an item is of, if there is one: their ids tell."""
     _, _, rest = item_id.partition("_")
@@ -125,29 +140,39 @@ def response_id(item_id: str) -> str:
 
 
 def listed(items: Iterable[Item], request_id: str) -> list[Plain]:
-    """``items`` as the API lists them, with ids of their own. Reasoning is left out."""
-    shown = [_listed(item) for item in items if not isinstance(item, ReasoningItem)]
+    """``items`` as the API lists them, with ids of their own."""
     return [
         {"id": f"{prefix}_{request_id}_{number}", "status": "completed", **members}
-        for number, (prefix, members) in enumerate(shown)
+        for number, (prefix, members) in enumerate(map(_listed, items))
     ]
 
 
 def read(items: Iterable[Item], messages: list[Message], caching: Caching) -> list[Ending]:
     """Append ``items`` to ``messages``; returns where their breakpoints are.
 
-    Calls that follow each other or a text belong to one message.
+    Reasoning, a text and calls that follow each other belong to one message.
     """
     marked: list[Ending] = []
     for item in items:
         match item:
             case MessageItem():
-                marked += caching.marked(len(messages), _texts(item.content))
-                messages.append(Message(item.role, _parts(item.content)))
+                before = messages[-1] if messages else Message("user")
+                if item.role == before.role == "assistant" and before.fields:
+                    _join(messages, _parts(item.content))
+                else:
+                    messages.append(Message(item.role, _parts(item.content)))
+                place, behind = len(messages) - 1, len(messages[-1].content)
+                first = behind - len(_parts(item.content))
+                marked += (
+                    replace(ending, number=first + (ending.number or 0))
+                    for ending in caching.marked(place, _texts(item.content))
+                )
+            case ReasoningItem():
+                _join(messages, reasoning=item.text)
             case FunctionCallItem():
-                _add_call(messages, call(item.call_id, item.name, item.arguments))
+                _join(messages, calls=[call(item.call_id, item.name, item.arguments)])
             case CustomCallItem():
-                _add_call(messages, call(item.call_id, item.name, {"input": item.input}))
+                _join(messages, calls=[call(item.call_id, item.name, {"input": item.input})])
             case FunctionOutputItem() | CustomOutputItem():
                 marked += caching.marked(len(messages), _texts(item.output))
                 fields = {"tool_call_id": item.call_id}
@@ -155,11 +180,22 @@ def read(items: Iterable[Item], messages: list[Message], caching: Caching) -> li
     return marked
 
 
-def _add_call(messages: list[Message], made: Any) -> None:
-    before = messages.pop() if messages and messages[-1].role == "assistant" else None
-    content = before.content if before else ()
-    calls = before.fields.get("tool_calls", []) if before else []
-    messages.append(Message("assistant", content, {"tool_calls": [*calls, made]}))
+def _join(
+    messages: list[Message],
+    content: tuple[TextPart, ...] = (),
+    reasoning: str = "",
+    calls: Sequence[Plain] = (),
+) -> None:
+    """Make these a part of the assistant message at the end, or a new one."""
+    before = Message("assistant")
+    if messages and messages[-1].role == "assistant":
+        before = messages.pop()
+    fields = {
+        "reasoning_content": before.fields.get("reasoning_content", "") + reasoning,
+        "tool_calls": [*before.fields.get("tool_calls", []), *calls],
+    }
+    present = {name: value for name, value in fields.items() if value}
+    messages.append(Message("assistant", (*before.content, *content), present))
 
 
 def _texts(content: Iterable[Part]) -> Iterator[tuple[str, Breakpoint | None]]:
@@ -186,6 +222,9 @@ def _listed(item: Item) -> tuple[str, dict[str, Plain]]:
             return "msg", {"type": item.type, "role": item.role, "content": parts}
         case FunctionCallItem():
             return "fc", item.model_dump(include={"type", "call_id", "name", "arguments"})
+        case ReasoningItem():
+            members = item.model_dump(include={"type", "content", "summary"}, exclude_none=True)
+            return "rs", members
         case CustomCallItem():
             return "ctc", item.model_dump(include={"type", "call_id", "name", "input"})
         case FunctionOutputItem() | CustomOutputItem():
@@ -207,17 +246,83 @@ def _listed_part(part: Part, role: str) -> Plain:
     return text_part(part.text)
 
 
-def answer(item_id: str, status: str, text: str = "") -> dict[str, Plain]:
-    """The message that an answer is."""
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [text_part(text)] if text else [],
-    }
-
-
-def text_part(text: str) -> Plain:
+def text_part(text: str) -> dict[str, Plain]:
     """A text of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _reasoning_part(text: str) -> dict[str, Plain]:
+    return {"type": "reasoning_text", "text": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How items of texts are worded."""
+
+    prefix: str
+    """Of their ids."""
+    members: Mapping[str, Plain]
+    part: Callable[[str], dict[str, Plain]]
+    """Their content."""
+    event: str
+    """What the events of the text are called."""
+    more: Mapping[str, Plain]
+    """What else is in these."""
+
+
+KINDS: Mapping[type[Piece], Kind] = {
+    Text: Kind(
+        "msg",
+        {"type": "message", "role": "assistant"},
+        text_part,
+        "output_text",
+        {"logprobs": []},
+    ),
+    Reasoning: Kind(
+        "rs", {"type": "reasoning", "summary": []}, _reasoning_part, "reasoning_text", {}
+    ),
+}
+
+
+def output(
+    piece: Piece, request_id: str, index: int, custom: Collection[str], status: str = "completed"
+) -> dict[str, Plain]:
+    """The item that ``piece`` is in the output of a response, whole as it is.
+
+    :param custom: names of the tools whose input is free text.
+    """
+    own_id = f"{request_id}_out{index}" if index else request_id
+    if not isinstance(piece, Call):
+        kind = KINDS[type(piece)]
+        return {
+            "id": f"{kind.prefix}_{own_id}",
+            **kind.members,
+            "status": status,
+            "content": [kind.part(piece.text)],
+        }
+    members = {"status": "completed", "call_id": piece.id, "name": piece.name}
+    if piece.name in custom:
+        text = _free_text(piece.arguments)
+        return {"id": f"ctc_{own_id}", "type": "custom_tool_call", **members, "input": text}
+    arguments = piece.arguments
+    return {"id": f"fc_{own_id}", "type": "function_call", **members, "arguments": arguments}
+
+
+def piece(item: Mapping[str, Plain]) -> Piece:
+    """What :func:`output` made ``item`` of."""
+    match item["type"]:
+        case "function_call":
+            return Call(item["name"], item["arguments"], item["call_id"])
+        case "custom_tool_call":
+            arguments = json.dumps({"input": item["input"]}, ensure_ascii=False)
+            return Call(item["name"], arguments, item["call_id"])
+    text = "".join(part["text"] for part in item["content"])
+    return Reasoning(text) if item["type"] == "reasoning" else Text(text)
+
+
+def _free_text(arguments: str) -> str:
+    """The input of a custom tool, which is shown to the model as a function with one argument."""
+    match json.loads(arguments):
+        case {"input": str(text), **others} if not others:
+            return text
+    return arguments

@@ -1,7 +1,7 @@
 """OpenAI's Responses: ``POST /v1/responses``, and what is stored of them.
 
 A request brings the whole conversation, or names a stored response that it continues, or items of
-stored responses. Reasoning items of earlier turns are left out.
+stored responses.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from anaphora.api import openai_diagnostics, openai_items, streams
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text, merged
+from anaphora.api import formats, openai_diagnostics, openai_items, streams
 from anaphora.api.edge import Body, Count, Off, Zero, query
 from anaphora.api.endpoint import Endpoint, asks, computed, takes
 from anaphora.api.errors import ApiError
-from anaphora.api.generation import Generation, tool
+from anaphora.api.formats import TEXT, Format, ResponsesFormat
+from anaphora.api.generation import Generation, thinking, tool
 from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
 from anaphora.api.openai_chat import ToolChoice, Verbosity
 from anaphora.api.openai_diagnostics import Likeness
@@ -29,7 +31,7 @@ from anaphora.api.openai_events import ResponseEvents, replay
 from anaphora.api.openai_items import Item, ItemReference
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, Sampling, Started
+from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.errors import UnavailableError
 from anaphora.keys import Tenant
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
@@ -61,16 +63,12 @@ class Tool(Body):
         return super().without_effect() if self.shown else [self.type]
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: Verbosity | None = None
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     effort: str | None = None
 
 
@@ -95,7 +93,7 @@ class ResponsesRequest(CachingBody):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     background: Off = None
     conversation: None = None
     prompt: None = None
@@ -105,6 +103,7 @@ class ResponsesRequest(CachingBody):
     prompt_cache_options: CacheOptions | None = None
     metadata: dict[str, str] | None = None
     """Only sent back."""
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def cache_options(self) -> CacheOptions:
@@ -115,11 +114,22 @@ class ResponsesRequest(CachingBody):
         effort = self.reasoning.effort if self.reasoning else None
         verbosity = self.text.verbosity if self.text else None
         options = self.cache_options
-        return Caching(self.conditions(effort, verbosity), options.mode, options.ttl)
+        conditions = self.conditions(effort, verbosity, formats.matched(self.format))
+        return Caching(conditions, options.mode, options.ttl)
+
+    @property
+    def format(self) -> Format:
+        return (self.text and self.text.format) or TEXT
 
     @property
     def shown_tools(self) -> list[Plain]:
         return [_tool(item) for item in self.tools or () if item.shown]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of those whose input is free text."""
+        custom = (item for item in self.tools or () if item.shown and item.type == "custom")
+        return frozenset(item.name for item in custom if item.name is not None)
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -139,7 +149,7 @@ class ResponsesRequest(CachingBody):
             },
             "prompt_cache_retention": self.prompt_cache_retention,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": formats.echoed(self.format)},
             "tool_choice": self.tool_choice or "auto",
             "tools": [_echoed(item) for item in self.tools or () if item.shown],
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -183,6 +193,10 @@ class Turn:
         return self.body.stream
 
     @property
+    def answer_grammar(self) -> Grammar | None:
+        return self.body.format.grammar
+
+    @property
     def generation(self) -> Generation:
         body, caching = self.body, self.body.caching
         earlier = openai_items.parse([item for turn in self.before for item in turn.items])
@@ -190,13 +204,17 @@ class Turn:
         if body.instructions:
             messages.append(Message("system", (TextPart(body.instructions),)))
         marked = openai_items.read([*earlier, *self.input], messages, caching)
+        kwargs = body.chat_template_kwargs or {}
         return Generation(
             Conversation(tuple(messages), tuple(body.shown_tools)),
             0 if body.cache_options.prewarm else body.max_output_tokens,
             Sampling(**body.given("temperature", "top_p")),
+            self.answer_grammar,
+            {**thinking(body.reasoning.effort if body.reasoning else None), **kwargs},
             endings=caching.endings(marked, messages),
             implicit=caching.implicit,
             conditions=caching.conditions.given,
+            calls=body.calls(body.tool_choice),
         )
 
 
@@ -208,7 +226,7 @@ class Exchange:
     ) -> None:
         """``compared`` is what to compare with, or what to say where that can't be."""
         self.answer = answer
-        self.item_id = openai_items.output_id(answer.request.id)
+        self.custom = turn.body.custom_tools
         self.head = {
             "id": f"resp_{answer.request.id}",
             "object": "response",
@@ -222,12 +240,12 @@ class Exchange:
         self._turn = turn
         self._compared = compared
 
-    async def finish(self, texts: Sequence[str], started: Started, done: Done) -> dict[str, Any]:
+    async def finish(self, pieces: Sequence[Piece], started: Started, done: Done) -> dict[str, Any]:
         """The finished response. It is stored by then, where it is to be and can be.
 
-        :param texts: the pieces of the answer.
+        :param pieces: the answer, as it was cut for events.
         """
-        body, text = self._turn.body, "".join(texts)
+        body, whole = self._turn.body, merged(pieces)
         cut = done.reason == "length" and not body.cache_options.prewarm
         status = "incomplete" if cut else "completed"
         likeness = self._likeness(started)
@@ -236,9 +254,18 @@ class Exchange:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [openai_items.answer(self.item_id, status, text)] if text else [],
+            "output": [
+                openai_items.output(
+                    piece,
+                    self.answer.request.id,
+                    number,
+                    self.custom,
+                    status if number == len(whole) - 1 else "completed",
+                )
+                for number, piece in enumerate(whole)
+            ],
             "prompt_cache_diagnostics": self._diagnostics(likeness, started),
-            "usage": _usage(started, done),
+            "usage": _usage(started, done, self.answer.reasoning_tokens),
         }
         if reply["store"] and self._api.responses is not None:
             stored = StoredResponse(
@@ -247,7 +274,7 @@ class Exchange:
                 openai_items.listed(self._turn.input, self.answer.request.id),
                 reply,
                 asdict(likeness),
-                [len(piece) for piece in texts if piece],
+                [len(piece.text) for piece in pieces if not isinstance(piece, Call)],
             )
             if not await self._api.responses.save(self._tenant.name, stored):
                 self._api.serving.metrics.count_lost_response(self._tenant.name)
@@ -293,7 +320,7 @@ def router(api: Endpoint) -> APIRouter:
             events = _events(exchange, api.options.heartbeat)
             return streams.EventStream(events, answer.close, headers)
         finished = await api.whole(request, answer)
-        reply = await exchange.finish([finished.text], finished.started, finished.done)
+        reply = await exchange.finish(finished.pieces, finished.started, finished.done)
         return JSONResponse(reply, headers={**headers, **computed(finished.done)})
 
     @routes.get(one, response_model=ResponseObject, openapi_extra=asks(ResponseQuery, _EVENTS))
@@ -422,7 +449,7 @@ def _echoed(item: Tool) -> dict[str, Any]:
     }
 
 
-def _usage(started: Started, done: Done) -> dict[str, Any]:
+def _usage(started: Started, done: Done, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": started.prompt_tokens,
         "input_tokens_details": {
@@ -431,13 +458,13 @@ def _usage(started: Started, done: Done) -> dict[str, Any]:
             "cache_write_tokens_details": written_by_ttl(started),
         },
         "output_tokens": done.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": started.prompt_tokens + done.generated_tokens,
     }
 
 
 async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
-    events = ResponseEvents(exchange.head, exchange.item_id)
+    events = ResponseEvents(exchange.head, exchange.answer.request.id, exchange.custom)
     for event in events.begin():
         yield event
     try:
@@ -447,11 +474,11 @@ async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
                     yield streams.COMMENT
                 case Started() as started:
                     pass
-                case str():
+                case Text() | Reasoning() | Call():
                     for event in events.add(happened):
                         yield event
                 case Done():
-                    reply = await exchange.finish(events.texts, started, happened)
+                    reply = await exchange.finish(events.pieces, started, happened)
                     for event in events.end(reply):
                         yield event
     except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -57,17 +57,33 @@ class CompletionUsage(Reply):
     completion_tokens_details: CompletionTokensDetails
 
 
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCall(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnsweredMessage(Reply):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """``null`` beside calls without a text."""
     refusal: None
+    reasoning_content: str | None = None
+    """Only where there is some, as ``tool_calls``."""
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Reply):
     index: Literal[0]
     message: AnsweredMessage
     logprobs: None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(Reply):
@@ -108,6 +124,38 @@ class OutputMessage(Reply):
     role: Literal["assistant"]
     status: Literal["completed", "incomplete"]
     content: list[OutputText]
+
+
+class ReasoningText(Reply):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Reply):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["completed", "incomplete"]
+    summary: list[None]
+    content: list[ReasoningText]
+
+
+class OutputFunctionCall(Reply):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["completed"]
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class OutputCustomCall(Reply):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Literal["completed"]
+    call_id: str
+    name: str
+    input: str
 
 
 class CacheWriteDetails(Reply):
@@ -174,7 +222,7 @@ class ResponseObject(BaseModel):
     status: Literal["completed", "incomplete"]
     error: None
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
     usage: ResponseUsage
     metadata: dict[str, str]
     store: bool
@@ -242,13 +290,29 @@ class MessageText(Reply):
     text: str
 
 
+class MessageThinking(Reply):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Always the same."""
+
+
+class MessageToolUse(Reply):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class AnthropicMessage(Reply):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[MessageText]
-    stop_reason: Literal["end_turn", "stop_sequence", "max_tokens", "model_context_window_exceeded"]
+    content: list[MessageText | MessageThinking | MessageToolUse]
+    stop_reason: Literal[
+        "end_turn", "tool_use", "stop_sequence", "max_tokens", "model_context_window_exceeded"
+    ]
     stop_sequence: str | None
     usage: MessageUsage
     diagnostics: CacheDiagnostics | None

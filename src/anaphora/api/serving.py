@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
 
+from anaphora.answer.pieces import Call, Piece, merged
 from anaphora.api.books import Books, Origin, Outcome
 from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
@@ -39,9 +40,11 @@ _MOST_UNSETTLED = 32
 class Finished:
     """An answer that is complete."""
 
-    text: str
+    pieces: Sequence[Piece]
     started: Started
     done: Done
+    reasoning_tokens: int
+    """How many of its tokens are reasoning, markers included."""
 
 
 class Answer:
@@ -63,9 +66,15 @@ class Answer:
         self._submitted = perf_counter()
         self._generated = 0
         """Tokens so far."""
-        self._texts: list[str] = []
+        self.reasoning_tokens = 0
+        """How many of them are reasoning."""
+        self._reader = prepared.reader
+        self._pieces: list[Piece] = []
+        self._calls = 0
         self._given = 0
-        """How many of the texts were given out."""
+        """How many of the pieces were given out."""
+        self._enough = False
+        """Whatever is generated now is not part of the answer."""
         self._error: AnaphoraError | None = None
 
     @property
@@ -73,9 +82,9 @@ class Answer:
         return self.done is not None or self._error is not None
 
     @property
-    def text(self) -> str:
-        """What was generated so far."""
-        return "".join(self._texts)
+    def pieces(self) -> list[Piece]:
+        """What was answered so far."""
+        return merged(self._pieces)
 
     @property
     def outcome(self) -> Outcome:
@@ -89,8 +98,8 @@ class Answer:
         with suppress(RuntimeError):  # the loop is closed: nobody is left who waits
             self._loop.call_soon_threadsafe(self._handle, event)
 
-    async def events(self, heartbeat: float) -> AsyncIterator[Started | str | Done | None]:
-        """What happens, in order: the start, texts, the end. Texts that come fast are joined.
+    async def events(self, heartbeat: float) -> AsyncIterator[Started | Piece | Done | None]:
+        """What happens, in order: the start, pieces, the end. Texts that come fast are joined.
 
         ``None`` comes whenever nothing else did for ``heartbeat`` seconds. Raises what made the
         request fail.
@@ -100,10 +109,11 @@ class Answer:
             if self.started is not None and not announced:
                 announced = True
                 yield self.started
-            elif self._given < len(self._texts):
-                text = "".join(self._texts[self._given :])
-                self._given = len(self._texts)
-                yield text
+            elif self._given < len(self._pieces):
+                pieces = merged(self._pieces[self._given :])
+                self._given = len(self._pieces)
+                for piece in pieces:
+                    yield piece
             elif self._error is not None:
                 raise self._error
             elif self.done is not None:
@@ -120,7 +130,7 @@ class Answer:
             pass
         if self.started is None or self.done is None:
             raise EngineError("the engine ended the request without an answer")
-        return Finished(self.text, self.started, self.done)
+        return Finished(self.pieces, self.started, self.done, self.reasoning_tokens)
 
     def close(self) -> None:
         """Cancel the request if it is still running. What was computed stays cached."""
@@ -150,15 +160,36 @@ class Answer:
                 self._serving.begin(self)
             case Generated():
                 self._generated += len(event.tokens)
-                if event.text:
-                    self._texts.append(event.text)
+                self._read(event)
             case Done():
+                self._add(self._reader.finish())
+                if self._enough and event.reason == "cancelled":
+                    event = replace(event, reason="end")
                 self.done = event
                 self._serving.end(self)
             case Failed():
                 self._error = event.error
                 self._serving.end(self)
         self._changed.set()
+
+    def _read(self, event: Generated) -> None:
+        thinks = self._reader.thinking
+        if event.text:
+            self._add(self._reader.feed(event.text))
+        if thinks or self._reader.thinking:
+            self.reasoning_tokens += len(event.tokens)
+        if self._reader.complete and not self._enough:
+            self._enough = True
+            self._serving.leave(self)
+
+    def _add(self, pieces: list[Piece]) -> None:
+        """Calls that have no id of the model's get one."""
+        for piece in pieces:
+            if isinstance(piece, Call):
+                own_id = piece.id or f"call_{self.request.id}_{self._calls}"
+                piece = replace(piece, id=own_id)
+                self._calls += 1
+            self._pieces.append(piece)
 
 
 class Serving:
@@ -387,7 +418,7 @@ class Serving:
             self._settling = None
 
     async def _next_turn(self, answer: Answer) -> None:
-        request = await asyncio.to_thread(answer.prepared.next_turn, answer.text)
+        request = await asyncio.to_thread(answer.prepared.next_turn, answer.pieces)
         if request is None:
             return
         over = asyncio.Event()

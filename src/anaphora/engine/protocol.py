@@ -7,16 +7,17 @@ Nothing here knows how an engine stores its KV.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anaphora.cache.keys import DEFAULT_SEGMENTS, Segment, Tokens
 from anaphora.cache.store import CacheStats
-from anaphora.errors import AnaphoraError, SettingsError
+from anaphora.errors import AnaphoraError, GrammarError, SettingsError
 from anaphora.profiles import DEFAULT_PROFILE, Profile
 from anaphora.profiles.decision import Lifetime, Unread
 from anaphora.profiles.outline import NO_OUTLINE, Outline
@@ -120,6 +121,41 @@ MOST_CANDIDATES = 20
 """How many of the likeliest tokens can be told beside each: as many as OpenAI's API tells."""
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to be: text that is in this grammar from its first byte to its last.
+
+    An answer that is cut off, by ``max_tokens`` or a stop text, is the beginning of such a text.
+    """
+
+    kind: GrammarKind
+    """``json_object``: any JSON object; ``json_schema``: JSON that fits ``text``, a JSON schema;
+    ``regex``: what matches as a whole, in the syntax of Rust's crate ``regex``; ``lark``: Lark as
+    llguidance has it; ``gbnf``: the grammars of llama.cpp."""
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise GrammarError(f"a grammar of the kind {self.kind!r} is unknown: use {kinds}")
+        if not isinstance(self.text, str):
+            raise GrammarError(f"the text of a grammar is {self.text!r}: use a str")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """JSON that fits ``schema``. Members of objects come in its order.
+
+        Raises :class:`~anaphora.errors.GrammarError` where ``schema`` is no JSON.
+        """
+        try:
+            return cls("json_schema", json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"the JSON schema is no JSON: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """Compute ``tokens`` as far as the cache doesn't have them, then generate.
@@ -136,6 +172,11 @@ class Request:
     background: bool = False
     want_logits: bool = False
     """Return the logits after the prompt in :class:`Done` (for self-tests and tests)."""
+    grammar: Grammar | None = None
+    """What the answer has to be."""
+    shown: Mapping[int, bytes] = field(default_factory=dict)
+    """Control tokens that are part of the answer's text, and what they are in it. All others are
+    no text."""
     logprobs: int | None = None
     """Tell how likely each token was, and so many of the likeliest ones; ``None``: don't."""
 
@@ -146,6 +187,8 @@ class Request:
             raise SettingsError(f"sampling is {self.sampling!r}: use a Sampling")
         if not isinstance(self.cache, CacheHints):
             raise SettingsError(f"cache is {self.cache!r}: use a CacheHints")
+        if not isinstance(self.grammar, Grammar | None):
+            raise SettingsError(f"grammar is {self.grammar!r}: use a Grammar")
         if self.logprobs is not None and (
             type(self.logprobs) is not int or not 0 <= self.logprobs <= MOST_CANDIDATES
         ):
@@ -232,8 +275,8 @@ class Generated:
 
 
 FinishReason = Literal["end", "length", "stop", "cancelled"]
-"""``end``: the model ended its answer; ``length``: max_tokens or the context's end was reached;
-``stop``: a stop text came up."""
+"""``end``: the model ended its answer, or its grammar allows no more; ``length``: max_tokens or the
+context's end was reached; ``stop``: a stop text came up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ The same rules hold for every wire protocol:
   ``<tool_call>`` and results in ``<tool_response>`` tags.
 - A tool's result that doesn't say which tool it is from gets the name from the call.
 - Arguments of a call that are a JSON text become the object they stand for.
+- Calls and results are matched by id (:mod:`anaphora.prompt.calls`). Where the template wants ids
+  of nine characters, or such that name the function, others are replaced by ones made of them.
+- Reasoning is given to the template under the name it looks for. Where it refuses a call that has
+  both reasoning and text, the reasoning is left out.
 - A conversation that ends with an assistant message is continued from that message's text. One
   without text at the end is left out.
 """
@@ -18,22 +22,29 @@ The same rules hold for every wire protocol:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
+from blake3 import blake3
 
 from anaphora.cache.keys import Tokens
 from anaphora.errors import PromptError, TemplateError
+from anaphora.prompt import calls
 from anaphora.prompt.boundaries import Boundaries
 from anaphora.prompt.conversation import Conversation, Message, Plain, TextPart
+from anaphora.prompt.template import Ids
 from anaphora.prompt.tokens import Prompt, Renderer
 
 _ROLES = {"developer": "system", "function": "tool"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_NAMED_ID = re.compile(r"functions\..+:[0-9]+")
 _GAP = TextPart("\n\n")
-_STAND_IN = Message("user", (TextPart("A"),))
-"""For a message that nobody knows yet."""
+_STAND_IN = TextPart("A")
+"""For a text that nobody knows yet."""
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
@@ -62,13 +73,17 @@ def render(
     :param options: further variables for the template.
     :param tool_ends: find out where each tool ends.
     :raises TemplateError: the template refuses the conversation in every form there is.
-    :raises PromptError: there are no messages, or the last one is a call of a tool.
+    :raises PromptError: there are no messages, the last one is a call of a tool, or calls and
+        results don't match.
     """
     count = len(conversation.messages)
-    conversation = _normal(conversation)
+    conversation = _normal(renderer, conversation)
+    while conversation.messages and _is_empty_answer(conversation.messages[-1]):
+        conversation = replace(conversation, messages=conversation.messages[:-1])
     messages = conversation.messages
     if not messages:
         raise PromptError("there are no messages: give at least one")
+    calls.check(conversation)
     continued = messages[-1].role == "assistant"
     if continued and "tool_calls" in messages[-1].fields:
         raise PromptError("the last message calls a tool: its result has to follow")
@@ -84,31 +99,39 @@ def render(
     return replace(prompt, boundaries=(*prompt.boundaries, *left_out))
 
 
-def answered(conversation: Conversation, answer: str) -> Conversation:
+def answered(conversation: Conversation, answer: Message) -> Conversation:
     """``conversation`` with the answer to it, or with the rest of the one it ends with."""
-    *before, last = _normal(conversation).messages
-    text = TextPart(answer)
-    if last.role == "assistant":
-        messages = (*before, replace(last, content=(*last.content, text)))
-    else:
-        messages = (*before, last, Message("assistant", (text,)))
-    return replace(conversation, messages=messages)
+    *before, last = conversation.messages
+    if last.role != "assistant":
+        return replace(conversation, messages=(*before, last, answer))
+    whole = Message(last.role, (*last.content, *answer.content), {**last.fields, **answer.fields})
+    return replace(conversation, messages=(*before, whole))
 
 
 def following(
     renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None = None
 ) -> Tokens:
-    """What prompts begin with that go on from ``conversation`` with a user message, shape (n,).
+    """What prompts begin with that go on from ``conversation``, shape (n,).
 
-    Whatever that says: the template's own opening of it is the end. Some templates show an answer
-    in another way once a user message is behind it.
+    They do so with the result of the call that it ends with, or else with a user message. Whatever
+    that says: the template's own opening of it is the end. Some templates show an answer in another
+    way once a user message is behind it.
 
     Raises what :func:`render` does.
     """
-    tokens = _before_stand_in(renderer, conversation, options)
+    conversation = _normal(renderer, conversation)
+    tokens = _before_stand_in(renderer, conversation, _next(conversation), options)
     if tokens is None:
         return _render(renderer, conversation, options, opened=False, continued=False).tokens
     return tokens
+
+
+def _next(conversation: Conversation) -> Message:
+    """A stand-in for the message that comes next."""
+    match conversation.messages[-1].fields.get("tool_calls"):
+        case [{"id": call_id, "function": {"name": name}}, *_]:
+            return Message("tool", (_STAND_IN,), {"tool_call_id": call_id, "name": name})
+    return Message("user", (_STAND_IN,))
 
 
 def trunk(
@@ -121,26 +144,29 @@ def trunk(
     the template refuses such a conversation. A prompt may begin with a part of it only: templates
     can show the time, or make it depend on later messages.
     """
-    conversation = _normal(conversation)
+    conversation = _normal(renderer, conversation)
     head = takewhile(lambda message: message.role == "system", conversation.messages)
     instructions = replace(conversation, messages=tuple(head))
     if not instructions.messages and not instructions.tools:
         return _NO_TOKENS
     try:
-        tokens = _before_stand_in(renderer, instructions, options)
+        tokens = _before_stand_in(renderer, instructions, Message("user", (_STAND_IN,)), options)
     except (PromptError, TemplateError):
         return _NO_TOKENS
     return _NO_TOKENS if tokens is None else tokens
 
 
 def _before_stand_in(
-    renderer: Renderer, conversation: Conversation, options: Mapping[str, Plain] | None
+    renderer: Renderer,
+    conversation: Conversation,
+    stand_in: Message,
+    options: Mapping[str, Plain] | None,
 ) -> Tokens | None:
-    """The prompt of ``conversation`` with a user message behind it, up to that one's text.
+    """The prompt of ``conversation`` with ``stand_in`` behind it, up to that one's text.
 
     ``None``: nobody knows where that begins.
     """
-    longer = replace(conversation, messages=(*conversation.messages, _STAND_IN))
+    longer = replace(conversation, messages=(*conversation.messages, stand_in))
     prompt = _render(renderer, longer, options, opened=True, continued=False)
     end = prompt.boundaries[-1].parts[-1]
     return None if end is None else prompt.tokens[: end - 1]  # without the stand-in's own token
@@ -157,7 +183,7 @@ def _render(
 ) -> Prompt:
     """The prompt in the first form that the template shows."""
     refused: TemplateError | None = None
-    for form in _forms(conversation, renderer.shows_tools):
+    for form in _forms(conversation, renderer.shows_tools, renderer.reasoning_field):
         try:
             prompt = renderer.render(
                 form.conversation,
@@ -195,26 +221,64 @@ def _as_given(prompt: Prompt, form: _Form, messages: Sequence[Message]) -> Promp
         last = parts[-1] if parts else None
         boundaries.append(Boundaries(ends.get(number, last), parts))
     tools = tuple(places[id(tool)] for tool in form.tools) or prompt.tools
-    return replace(prompt, boundaries=tuple(boundaries), tools=tools)
+    generic = bool(form.tools)
+    return replace(prompt, boundaries=tuple(boundaries), tools=tools, generic_tools=generic)
 
 
-def _normal(conversation: Conversation) -> Conversation:
+def _normal(renderer: Renderer, conversation: Conversation) -> Conversation:
     names: dict[str, str] = {}
-    messages = [_normal_message(message, names) for message in conversation.messages]
-    while messages and _is_empty_answer(messages[-1]):
-        messages.pop()
+    ids = _CallIds(renderer.ids)
+    messages = [
+        _normal_message(message, names, ids, renderer.reasoning_field)
+        for message in conversation.messages
+    ]
     return replace(conversation, messages=tuple(messages))
 
 
-def _normal_message(message: Message, names: dict[str, str]) -> Message:
+class _CallIds:
+    """Gives calls and results the ids that a template takes."""
+
+    def __init__(self, wanted: Ids) -> None:
+        self._wanted = wanted
+        self._count = 0
+        self._named: dict[str, str] = {}
+
+    def call(self, made: Plain) -> Plain:
+        """``made`` with its id."""
+        match made:
+            case {"id": str(given), "function": {"name": str(name)}}:
+                if self._wanted == "named" and not _NAMED_ID.fullmatch(given):
+                    self._named[given] = f"functions.{name}:{self._count}"
+                self._count += 1
+                return {**made, "id": self.of_result(given)}
+        return made
+
+    def of_result(self, given: Plain) -> Plain:
+        """The id of the call that was ``given`` as this."""
+        if not isinstance(given, str):
+            return given
+        if self._wanted == "short" and not _SHORT_ID.fullmatch(given):
+            return blake3(given.encode()).hexdigest()[:9]
+        return self._named.get(given, given)
+
+
+def _normal_message(
+    message: Message, names: dict[str, str], ids: _CallIds, reasoning_field: str
+) -> Message:
     """``message``; ``names`` are those of the functions called so far, by the calls' ids."""
     role, fields = _ROLES.get(message.role, message.role), dict(message.fields)
-    if isinstance(calls := fields.get("tool_calls"), list):
-        fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        for call in calls:
+    reasoning = [fields.pop(name) for name in _REASONING if name in fields]
+    if reasoning and role == "assistant":
+        fields[reasoning_field] = reasoning[0]
+    if isinstance(made := fields.get("tool_calls"), list):
+        made = [ids.call(_with_parsed_arguments(call)) for call in made]
+        fields["tool_calls"] = made
+        for call in made:
             match call:
                 case {"id": str(call_id), "function": {"name": str(name)}}:
                     names[call_id] = name
+    if "tool_call_id" in fields:
+        fields["tool_call_id"] = ids.of_result(fields["tool_call_id"])
     of_call = str(fields.get("tool_call_id"))
     if role == "tool" and of_call in names:
         fields.setdefault("name", names[of_call])
@@ -223,8 +287,8 @@ def _normal_message(message: Message, names: dict[str, str]) -> Message:
 
 
 def _is_empty_answer(message: Message) -> bool:
-    calls = "tool_calls" in message.fields
-    return message.role == "assistant" and not calls and not message.text.strip()
+    called = "tool_calls" in message.fields
+    return message.role == "assistant" and not called and not message.text.strip()
 
 
 def _with_parsed_arguments(call: Plain) -> Plain:
@@ -239,14 +303,16 @@ def _with_parsed_arguments(call: Plain) -> Plain:
     return call
 
 
-def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[_Form]:
+def _forms(conversation: Conversation, shows_tools: bool, reasoning: str) -> Iterator[_Form]:
     """``conversation`` as it is and in other words, the most faithful form first."""
     with_tools = bool(conversation.tools) or any(
         message.role == "tool" or "tool_calls" in message.fields
         for message in conversation.messages
     )
     each = tuple((number,) for number in range(len(conversation.messages)))
-    forms = [_Form(conversation, each)] if shows_tools or not with_tools else []
+    forms = []
+    if shows_tools or not with_tools:
+        forms = [_Form(form, each) for form in _with_less_reasoning(conversation, reasoning)]
     if with_tools:
         forms.append(_with_generic_tools(_Form(conversation, each)))
     yield from forms
@@ -255,6 +321,19 @@ def _forms(conversation: Conversation, shows_tools: bool) -> Iterator[_Form]:
         for form in forms:
             if any(message.role == "system" for message in form.conversation.messages[start:]):
                 yield _without_system_role(form, start)
+
+
+def _with_less_reasoning(conversation: Conversation, reasoning: str) -> Iterator[Conversation]:
+    """``conversation``, and without reasoning in calls with a text where there are any."""
+    yield conversation
+    messages = [
+        replace(message, fields={k: v for k, v in message.fields.items() if k != reasoning})
+        if message.content and "tool_calls" in message.fields
+        else message
+        for message in conversation.messages
+    ]
+    if messages != [*conversation.messages]:
+        yield replace(conversation, messages=tuple(messages))
 
 
 def _in_place(prompt: Prompt, messages: Sequence[Message]) -> bool:
@@ -320,11 +399,11 @@ def _with_generic_calls(message: Message) -> Message:
     if message.role == "tool":
         opening, closing = TextPart("<tool_response>\n"), TextPart("\n</tool_response>")
         return Message("user", (opening, *message.content, closing))
-    calls = message.fields.get("tool_calls")
-    if not isinstance(calls, list):
+    made = message.fields.get("tool_calls")
+    if not isinstance(made, list):
         return message
     parts = list(message.content)
-    for call in calls:
+    for call in made:
         gap = "\n" if parts else ""
         parts.append(TextPart(f"{gap}<tool_call>\n{_json(_called(call))}\n</tool_call>"))
     return Message(message.role, tuple(parts), fields)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from anaphora.clock import Clock, SystemClock
 from anaphora.errors import TemplateError
@@ -20,6 +21,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """Used for a model that brings no template, as llama.cpp does."""
+
+Ids = Literal["any", "short", "named"]
+"""Ids of calls: ``short`` ones are nine letters and digits; ``named`` ones, like
+``functions.NAME:0``, are shown in the place of the name."""
 
 _MAX_SOURCE = 1 << 20
 _MAX_MESSAGE = 500
@@ -109,12 +114,45 @@ class ChatTemplate:
         parts = [{"type": "text", "text": probe}]
         return not self._shows(probe, probe) and self._shows(probe, parts)
 
+    @property
+    def example(self) -> str | None:
+        """A conversation with a tool, a call of it and a result, as the template shows them.
+
+        ``None``: it doesn't show all of that.
+        """
+        return self._probed[0]
+
+    @property
+    def ids(self) -> Ids:
+        """Which ids calls have to have."""
+        return self._probed[1]
+
     @cached_property
-    def shows_tools(self) -> bool:
-        """Whether tools, calls of them and their results are all shown."""
-        described, called, value, result = (
-            f"anaphora_{n}" for n in ("tool", "call", "x", "result")
+    def _probed(self) -> tuple[str | None, Ids]:
+        probes = tuple(f"anaphora_{n}" for n in ("tool", "call", "x", "result"))
+        forms: tuple[tuple[Ids, str], ...] = (
+            ("any", "call_of_any_length"),
+            ("short", "call00000"),
+            ("named", f"functions.{probes[1]}:0"),
         )
+        for ids, call_id in forms:
+            try:
+                text = self._example(probes, call_id)
+            except TemplateError:
+                continue
+            if all(probe in text for probe in probes):
+                return text, ids
+        return None, "any"
+
+    @cached_property
+    def reasoning_field(self) -> str:
+        """The member of a message in which the template looks for reasoning."""
+        names = ("reasoning_content", "reasoning", "thinking")
+        looks_for = (re.search(rf"""[.'"]{name}\b""", self.source) for name in names)
+        return next((n for n, found in zip(names, looks_for, strict=True) if found), names[0])
+
+    def _example(self, probes: tuple[str, ...], call_id: str) -> str:
+        described, called, value, result = probes
 
         def content(text: str) -> Any:
             return [{"type": "text", "text": text}] if self.wants_parts else text
@@ -125,22 +163,18 @@ class ChatTemplate:
             {
                 "role": "assistant",
                 "content": content(""),
-                "tool_calls": [{"id": "call00000", "type": "function", "function": call}],
+                "tool_calls": [{"id": call_id, "type": "function", "function": call}],
             },
             {
                 "role": "tool",
-                "tool_call_id": "call00000",
-                "name": called,
+                "tool_call_id": call_id,
+                "name": "anaphora_name",
                 "content": content(result),
             },
         ]
         parameters = {"type": "object", "properties": {"value": {"type": "string"}}}
         function = {"name": described, "description": "A probe.", "parameters": parameters}
-        try:
-            text = self.render(messages, tools=[{"type": "function", "function": function}])
-        except TemplateError:
-            return False
-        return all(probe in text for probe in (described, called, value, result))
+        return self.render(messages, tools=[{"type": "function", "function": function}])
 
     def _shows(self, probe: str, content: Any) -> bool:
         try:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from anaphora.answer.forms import Form
 from anaphora.cache.keys import Tokens
 from anaphora.clock import Clock
 from anaphora.errors import TemplateError
@@ -35,7 +37,7 @@ from anaphora.prompt.marks import (
     with_called_name,
     with_mark,
 )
-from anaphora.prompt.template import CHATML, ChatTemplate
+from anaphora.prompt.template import CHATML, ChatTemplate, Ids
 from anaphora.vocabulary import Vocabulary
 
 _MARKED_RENDERINGS = 16
@@ -52,6 +54,8 @@ class Prompt:
     """Where each tool ends in the prompt, in tokens from its start, where that was asked for.
     ``None``: the template doesn't show. It is the last token boundary not after the end of the
     tool's JSON, or of its description where the template has another form for the rest."""
+    generic_tools: bool = False
+    """Whether tools are shown in the generic form of :mod:`anaphora.prompt.adapt`."""
 
 
 def encode_text(vocabulary: Vocabulary, text: str) -> Tokens:
@@ -86,7 +90,22 @@ class Renderer:
     @property
     def shows_tools(self) -> bool:
         """Whether the template has a form of its own for tools, calls of them and results."""
-        return self._template.shows_tools
+        return self._template.example is not None
+
+    @property
+    def ids(self) -> Ids:
+        """Which ids of calls the template takes."""
+        return self._template.ids
+
+    @property
+    def reasoning_field(self) -> str:
+        """The member of a message in which the template looks for reasoning."""
+        return self._template.reasoning_field
+
+    @cached_property
+    def form(self) -> Form:
+        """How the model writes answers."""
+        return Form.of(self._template.source, self._template.example)
 
     def render(
         self,

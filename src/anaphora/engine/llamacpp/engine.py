@@ -25,6 +25,7 @@ from anaphora.cache.index import common_prefix
 from anaphora.cache.keys import BlockId, Tokens
 from anaphora.cache.store import CacheStats, Piece, PrefixCache
 from anaphora.clock import Clock
+from anaphora.engine.constraint import Constraint, Constraints
 from anaphora.engine.llamacpp.context import GRID, LlamaContext, NoCells
 from anaphora.engine.llamacpp.sampler import Sampler
 from anaphora.engine.llamacpp.sequences import (
@@ -47,7 +48,13 @@ from anaphora.engine.protocol import (
     Times,
 )
 from anaphora.engine.text import TextStream
-from anaphora.errors import AnaphoraError, EngineError, PromptError, PromptTooLongError
+from anaphora.errors import (
+    AnaphoraError,
+    EngineError,
+    GrammarError,
+    PromptError,
+    PromptTooLongError,
+)
 from anaphora.profiles import Local
 from anaphora.profiles.decision import Decision
 from anaphora.vocabulary import Vocabulary
@@ -74,6 +81,7 @@ class _Job:
     stream: TextStream
     submitted: float
     order: int
+    constraint: Constraint | None = None
     live: LiveSequence | None = None
     sampler: Sampler | None = None
     logprobs: Logprobs | None = None
@@ -151,6 +159,7 @@ class LlamaEngine:
 
         self._sequences = LiveSequences(context, cache, sequences, exact=exact)
         self._cells = self._sequences.cells
+        self._constraints = Constraints(vocabulary)
         self._waiting: deque[_Job] = deque()
         self._background: deque[_Job] = deque()
         self._active: list[_Job] = []
@@ -188,13 +197,16 @@ class LlamaEngine:
     def submit(self, request: Request) -> None:
         try:
             self._check(request)
+            grammar = request.grammar
+            constraint = None if grammar is None else self._constraints.begin(grammar)
         except AnaphoraError as error:
             self._emit(Failed(request.id, error))
             return
         # A copy: if the caller changed the array later, keys and KV would not belong together.
         request = replace(request, tokens=np.array(request.tokens, dtype=np.int32))
         self._order += 1
-        job = _Job(request, TextStream(request.sampling.stop), time.perf_counter(), self._order)
+        stream = TextStream(request.sampling.stop)
+        job = _Job(request, stream, time.perf_counter(), self._order, constraint)
         job.target = request.tokens
         if request.logprobs is not None:
             job.logprobs = Logprobs(request.logprobs)
@@ -434,7 +446,9 @@ class LlamaEngine:
         if job.generated and live.length == len(tokens):
             job.decoding = True
         if job.sampler is None and job.request.max_tokens > 0:
-            job.sampler = Sampler(job.request.sampling, self._vocabulary.size, tokens)
+            job.sampler = Sampler(
+                job.request.sampling, self._vocabulary.size, tokens, job.constraint
+            )
         return True
 
     def _announce(self, job: _Job, found: Found) -> None:
@@ -572,8 +586,7 @@ class LlamaEngine:
             return
         job.decoding = True
         if not job.generated:
-            assert job.sampler is not None
-            self._accept(job, job.sampler.sample(self._context.pointer, -1), -1)
+            self._generate(job, -1)
 
     def _decode(self, jobs: list[_Job]) -> None:
         for job in sorted(jobs, key=lambda job: job.order):
@@ -593,8 +606,7 @@ class LlamaEngine:
         for live, token in zip(lives, tokens, strict=True):
             self._sequences.append_decoded(live, token)
         for row, job in enumerate(jobs):
-            assert job.sampler is not None
-            self._accept(job, job.sampler.sample(self._context.pointer, row), row)
+            self._generate(job, row)
         seconds = time.perf_counter() - began
         for job in jobs:
             job.decode_seconds += seconds
@@ -623,8 +635,18 @@ class LlamaEngine:
             raise EngineError("the context has no cells left for the only running request")
         return max(jobs, key=lambda job: (job.request.background, job.order))
 
+    def _generate(self, job: _Job, row: int) -> None:
+        """Choose a token for ``job`` from row ``row`` of the latest logits."""
+        assert job.sampler is not None
+        try:
+            token = job.sampler.sample(self._context.pointer, row)
+        except GrammarError as error:  # the others, and what was computed, are none the worse
+            self._end(job)
+            self._emit(Failed(job.request.id, error))
+        else:
+            self._accept(job, token, row)
+
     def _accept(self, job: _Job, token: int, row: int) -> None:
-        """``token`` was chosen from row ``row`` of the latest logits."""
         live = job.live
         assert live is not None
         if not job.first_token:
@@ -634,13 +656,16 @@ class LlamaEngine:
             self._finish(job, "end")
             return
         job.generated.append(token)
-        piece = self._vocabulary.piece(token)
+        piece = job.request.shown.get(token, self._vocabulary.piece(token))
         if job.logprobs is not None:
             job.logprobs.add(token, piece, self._context.logits(row))
         text = job.stream.feed(piece)
         if job.stream.stopped is not None:
             self._report(job, (token,), text)
             self._finish(job, "stop")
+        elif job.constraint is not None and job.constraint.complete:
+            self._report(job, (token,), text + job.stream.finish())
+            self._finish(job, "end")
         elif job.owed <= 0 or live.length >= self._limit:
             self._report(job, (token,), text + job.stream.finish(), over=True)
             self._finish(job, "length")
@@ -655,7 +680,8 @@ class LlamaEngine:
 
     # Ending
 
-    def _finish(self, job: _Job, reason: FinishReason) -> None:
+    def _end(self, job: _Job) -> None:
+        """Give up a job's place, and keep what was computed for it."""
         live = job.live
         if live is not None:
             self._active.remove(job)
@@ -667,6 +693,9 @@ class LlamaEngine:
         if job.sampler is not None:
             job.sampler.close()
         self._finished = True
+
+    def _finish(self, job: _Job, reason: FinishReason) -> None:
+        self._end(job)
         now = time.perf_counter()
         self._emit(
             Done(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anaphora.cache.keys import BlockId, Tokens
 from anaphora.cache.store import CacheStats, Lease, Piece, PrefixCache
+from anaphora.engine.constraint import Constraint, Constraints
 from anaphora.engine.logprobs import Logprobs
 from anaphora.engine.protocol import (
     Done,
@@ -30,7 +31,7 @@ from anaphora.engine.reference.loader import ReferenceModel
 from anaphora.engine.reference.model import Floats
 from anaphora.engine.reference.sampler import Sampler
 from anaphora.engine.text import TextStream
-from anaphora.errors import AnaphoraError, PromptError, PromptTooLongError
+from anaphora.errors import AnaphoraError, GrammarError, PromptError, PromptTooLongError
 from anaphora.profiles import Local
 from anaphora.profiles.decision import Decision
 from anaphora.vocabulary import Vocabulary
@@ -57,8 +58,9 @@ class _Sequence:
     sampler: Sampler
     text: TextStream
     submitted: float
-    logprobs: Logprobs | None
+    logprobs: Logprobs | None = None
     """``None``: nobody asks for them."""
+    constraint: Constraint | None = None
     computed: int = 0
     """Tokens whose keys and values are in the cells: the first so many."""
     decoded_from: int | None = None
@@ -117,6 +119,7 @@ class ReferenceEngine:
         self._block_size = block_size
         self._context_size = context_size or self._transformer.shape.context_size
         self._cells = self._transformer.new_cache(self._context_size)
+        self._constraints = Constraints(model.vocabulary)
         self._waiting: deque[_Sequence] = deque()
         self._background: deque[_Sequence] = deque()
         self._running: _Sequence | None = None
@@ -140,17 +143,24 @@ class ReferenceEngine:
         return self._model.vocabulary
 
     def submit(self, request: Request) -> None:
+        constraint = None
         error = self._refusal(request)
+        if error is None and request.grammar is not None:
+            try:
+                constraint = self._constraints.begin(request.grammar)
+            except GrammarError as wrong:
+                error = wrong
         if error is not None:
             self._emit(Failed(request.id, error))
             return
         sequence = _Sequence(
             request=request,
             tokens=request.tokens.tolist(),
-            sampler=Sampler(request.sampling),
+            sampler=Sampler(request.sampling, constraint),
             text=TextStream(request.sampling.stop),
             submitted=time.perf_counter(),
             logprobs=None if request.logprobs is None else Logprobs(request.logprobs),
+            constraint=constraint,
         )
         (self._background if request.background else self._waiting).append(sequence)
 
@@ -265,27 +275,35 @@ class ReferenceEngine:
                 if sequence.lease is not None:
                     profile = sequence.request.cache.profile
                     sequence.lease.write(profile.name, sequence.decision)
-            token = sequence.sampler.sample(logits, sequence.tokens)
-        self._answer(sequence, token, logits)
+        if sequence.request.max_tokens == 0:
+            self._finish(sequence, "length")
+            return
+        try:
+            with sequence.timed(phase):
+                token = sequence.sampler.sample(logits, sequence.tokens)
+        except GrammarError as error:
+            self._release(sequence)
+            self._emit(Failed(sequence.request.id, error))
+        else:
+            self._answer(sequence, token, logits)
 
     def _answer(self, sequence: _Sequence, token: int, logits: Floats) -> None:
         """``token`` was chosen by ``logits``: make it part of the answer, or end the answer."""
         request = sequence.request
-        if request.max_tokens == 0:
-            self._finish(sequence, "length")
-            return
         if token in self._model.vocabulary.end_of_generation:
             self._finish(sequence, "end")
             return
         sequence.tokens.append(token)
         if sequence.generated == 1:
             sequence.seconds["first_token"] = time.perf_counter() - sequence.submitted
-        piece = self._model.vocabulary.piece(token)
+        piece = request.shown.get(token, self._model.vocabulary.piece(token))
         if sequence.logprobs is not None:
             sequence.logprobs.add(token, piece, logits)
         self._report(sequence, (token,), sequence.text.feed(piece))
         if sequence.text.stopped is not None:
             self._finish(sequence, "stop")
+        elif sequence.constraint is not None and sequence.constraint.complete:
+            self._finish(sequence, "end")
         elif sequence.generated == request.max_tokens or len(sequence.tokens) > self._context_size:
             self._finish(sequence, "length")
 

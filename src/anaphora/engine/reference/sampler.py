@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from anaphora.engine.constraint import Constraint
 from anaphora.engine.protocol import Sampling
 from anaphora.engine.reference.model import Floats, softmax
 
@@ -14,15 +15,28 @@ from anaphora.engine.reference.model import Floats, softmax
 class Sampler:
     """Samples one answer's tokens; the order of the steps is llama.cpp's."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
         self._sampling = sampling
+        self._constraint = constraint
         seed = sampling.seed
         self._random = np.random.default_rng(None if seed is None else seed % 2**64)
 
     def sample(self, logits: Floats, tokens: Sequence[int]) -> int:
-        """The token to follow ``tokens``; ``logits`` has shape (vocabulary size,)."""
-        sampling = self._sampling
+        """The token to follow ``tokens``; ``logits`` has shape (vocabulary size,).
+
+        Raises :class:`~anaphora.errors.GrammarError` where the constraint can't go on.
+        """
         logits = self._penalized(logits, tokens)
+        if self._constraint is None:
+            return self._choose(logits)
+        allowed = self._constraint.allowed()
+        token = int(allowed[self._choose(logits[allowed])])
+        self._constraint.accept(token)
+        return token
+
+    def _choose(self, logits: Floats) -> int:
+        """A place in ``logits``."""
+        sampling = self._sampling
         if sampling.temperature == 0:
             return int(logits.argmax())
         candidates = np.argsort(-logits, kind="stable")
