@@ -100,8 +100,9 @@ class StoredResponse:
     """As it was answered."""
     likeness: Plain = None
     """What later requests can be compared with."""
-    deltas: list[int] = field(default_factory=list)
-    """The pieces in which its text went out, in characters."""
+    deltas: list[int | tuple[int, int]] = field(default_factory=list)
+    """The pieces in which its text went out: characters of each, and tokens where how likely they
+    were was told."""
 
     @property
     def items(self) -> list[Plain]:

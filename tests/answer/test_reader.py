@@ -4,6 +4,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anaphora.answer.forms import THINK, Form
-from anaphora.answer.pieces import Call, Piece, Reasoning, Text, merged
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text, logprobs, merged
 from anaphora.answer.reader import Reader
 from anaphora.answer.source import Markers, Source
 from anaphora.answer.syntaxes import SYNTAXES
+from anaphora.engine.protocol import TokenLogprob
 from anaphora.prompt.conversation import Plain
 from anaphora.prompt.template import ChatTemplate
 from tests.answer.templates import HERMES, OPENED, TEMPLATES
@@ -222,6 +224,42 @@ def test_channels() -> None:
     cut = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assis"
     assert read(form("harmony"), cut, {}, hidden=HIDDEN) == [Reasoning("Hm.")]
     assert read(form("harmony"), "Just text", {}, hidden=HIDDEN) == [Text("Just text")]
+
+
+ALL_KINDS = {
+    "hermes": (
+        "<think>\nfirst I think\n</think>\n\nThen I say \n"
+        f"{WRITTEN['hermes'][0]}\n{WRITTEN['hermes'][0]}\nand more. <tool_call>nothing",
+        ["Then I say", "\nand more. <tool_call>nothing"],
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>first I think<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Then I say<|return|>",
+        ["Then I say"],
+    ),
+    "json": ("  Then I say {", ["  Then I say {"]),
+}
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_tokens_of_text_and_no_others_are_given_out(name: str, data: st.DataObject) -> None:
+    raw, said = ALL_KINDS[name]
+    cuts = data.draw(st.lists(st.integers(0, len(raw)), max_size=len(raw)))
+    edges = sorted({0, len(raw), *cuts})
+    tokens = [TokenLogprob(n, -1.0, (), begin) for n, begin in enumerate(edges[:-1])]
+    reader = Reader(form(name), TOOLS, HIDDEN if name == "harmony" else frozenset())
+    pieces: list[Piece] = []
+    for token, (begin, end) in zip(tokens, pairwise(edges), strict=True):
+        pieces += reader.feed(raw[begin:end], [token])
+    pieces += reader.finish()
+    assert [piece.text for piece in merged(pieces) if isinstance(piece, Text)] == said
+    stretches = [(raw.rindex(text), raw.rindex(text) + len(text)) for text in said]
+    assert [one.token for one in logprobs(pieces)] == [
+        number
+        for number, (begin, end) in enumerate(pairwise(edges))
+        if any(begin < last and first < end for first, last in stretches)
+    ]
 
 
 def test_the_first_call_can_be_the_end() -> None:

@@ -34,9 +34,9 @@ def test_health_says_ready(server: Server) -> None:
 def test_metrics_add_up_to_the_usage_of_all_responses(serve: Serve) -> None:
     server = serve()
     create = server.openai().chat.completions.create
-    replies = [create(model="any", messages=HELLO * n, max_tokens=5) for n in (1, 2, 1)]
+    replies = [create(model="any", messages=HELLO * n, max_tokens=5, n=n) for n in (1, 2, 1)]
     with pytest.raises(openai.BadRequestError):
-        create(model="any", messages=HELLO, n=2)
+        create(model="any", messages=HELLO, n=0)
     usages = [reply.usage for reply in replies]
     expected: dict[str, int] = {"prompt": 0, "generated": 0, "cache_read": 0, "cache_written": 0}
     for usage in usages:

@@ -164,8 +164,13 @@ def test_an_assistant_message_at_the_end_is_continued(server: Server) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": True},
+        {"n": 0},
+        {"n": 9},
+        {"n": True},
+        {"logprobs": 1},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": -1},
+        {"top_logprobs": 2},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

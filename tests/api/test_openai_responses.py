@@ -152,7 +152,9 @@ def test_stored_responses_are_not_found(server: Server) -> None:
         {"conversation": "conv_1"},
         {"prompt": {"id": "p"}},
         {"max_output_tokens": -1},
-        {"top_logprobs": 3},
+        {"top_logprobs": 21},
+        {"top_logprobs": -1},
+        {"include": "message.output_text.logprobs"},
     ],
 )
 def test_what_cannot_be_ignored_is_refused(server: Server, changes: dict[str, Any]) -> None:

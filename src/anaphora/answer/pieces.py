@@ -6,12 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from anaphora.engine.protocol import TokenLogprob
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """Text for the user, or a stretch of it."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens that begin in it, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,15 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """``pieces`` with stretches of the same kind that follow each other joined."""
     result: list[Piece] = []
     for kind, run in groupby(pieces, type):
+        stretches = list(run)
         if kind is Call:
-            result += run
-        else:
-            text = "".join(piece.text for piece in run if not isinstance(piece, Call))
-            result.append(Text(text) if kind is Text else Reasoning(text))
+            result += stretches
+            continue
+        text = "".join(piece.text for piece in stretches if not isinstance(piece, Call))
+        result.append(Text(text, logprobs(stretches)) if kind is Text else Reasoning(text))
     return result
+
+
+def logprobs(pieces: Iterable[Piece]) -> tuple[TokenLogprob, ...]:
+    """Those of all texts among ``pieces``."""
+    return tuple(one for piece in pieces if isinstance(piece, Text) for one in piece.logprobs)

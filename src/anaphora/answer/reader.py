@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+from collections import deque
+from collections.abc import Generator, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text, merged
 from anaphora.answer.source import Markers, NoCall, Source
 from anaphora.answer.syntaxes import Syntax, Thought, Tools
+from anaphora.engine.protocol import TokenLogprob
 
 if TYPE_CHECKING:
     from anaphora.answer.forms import Form
@@ -25,6 +29,8 @@ class Reader:
     - Reasoning is given out without white space around it.
     - Markers that are spelled in plain text open reasoning only where the answer begins.
     - Texts of control tokens are never given out.
+    - Tokens of text are given out with its first character that is theirs. All others are left out,
+      but those behind the text when the answer is over.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Reader:
         self._hidden = sorted(hidden, key=len, reverse=True)
         self._first_call_only = first_call_only
         self._source = Source()
+        self._tokens: deque[TokenLogprob] = deque()
         self._space: list[str] = []
         """White space that may belong to a marker."""
         self._thought: list[str] = []
@@ -64,9 +71,10 @@ class Reader:
         self._markers = Markers(*markers) if markers else None
         self._steps = self._read(opened)
 
-    def feed(self, text: str) -> list[Piece]:
-        """Add text; returns what became final."""
+    def feed(self, text: str, logprobs: Iterable[TokenLogprob] = ()) -> list[Piece]:
+        """Add text, and the tokens that begin in it; returns what became final."""
         self._source.feed(text)
+        self._tokens.extend(logprobs)
         return self._run()
 
     def finish(self) -> list[Piece]:
@@ -95,6 +103,7 @@ class Reader:
             if (yield from source.skip(think.open)) or opened:
                 yield from self._reason(think.close)
                 yield from source.skip(think.close)
+                self._leave_out(0)
             else:
                 self._space.append(space)
         for syntax in self._syntaxes:
@@ -112,11 +121,14 @@ class Reader:
                 yield from source.skip(marker)
                 yield from self._reason(think.close)
                 yield from source.skip(think.close)
+                self._leave_out(0)
             else:  # a control token astray
+                before = source.position
                 yield from source.skip(marker)
-        space = "".join(self._space)
-        if space and not self._behind_call:
-            yield Text(space)
+                self._leave_out(before)
+        space, told = "".join(self._space), tuple(self._tokens)
+        if (space or told) and not self._behind_call:
+            yield Text(space, told)
 
     def _text(self) -> Generator[Piece | None, None, str | None]:
         """Give out text up to a marker, which is returned; ``None``: up to the end."""
@@ -137,14 +149,16 @@ class Reader:
         """Give out text; white space at its end only once it is known to be text."""
         for marker in self._hidden:
             text = text.replace(marker, "")
+        end = self._source.position
         if self._trims_lines:
             text = text.lstrip("\n")
+            self._leave_out(0, end - len(text))
         if not text:
             return
         self._trims_lines = False
         kept = text.rstrip() if self._openings else text
         if kept:
-            yield Text("".join(self._space) + kept)
+            yield Text("".join(self._space) + kept, self._told(end - len(text) + len(kept)))
             self._space.clear()
             self._behind_call = False
         self._space.append(text[len(kept) :])
@@ -161,6 +175,7 @@ class Reader:
                     case Call() if piece.name in self._tools:
                         called = self._behind_call = True
                         self._space.clear()
+                        self._leave_out(0)
                         source.mark()
                         yield piece
                     case Call():
@@ -168,11 +183,37 @@ class Reader:
                         source.mark()
                     case Thought():
                         yield from self._reason(*piece.ends)
+                        self._leave_out(0)
                         source.mark()
         except NoCall:
             called = False
-        if not called:
+        if called:
+            self._leave_out(0)
+        else:
             yield from self._say(source.since_mark())
+
+    def _told(self, end: int) -> tuple[TokenLogprob, ...]:
+        """The tokens that begin before position ``end`` and were not given out."""
+        told = []
+        while self._tokens and self._tokens[0].offset < end:
+            told.append(self._tokens.popleft())
+        return tuple(told)
+
+    def _leave_out(self, start: int, end: int | None = None) -> None:
+        """Don't give out tokens that lie between ``start`` and ``end``, or what is read.
+
+        At the end of the answer those behind it are left out, too.
+        """
+        if not self._tokens:
+            return
+        if end is None:
+            end = sys.maxsize if self._source.exhausted else self._source.position
+        edges = [*(one.offset for one in self._tokens), self._source.fed]
+        self._tokens = deque(
+            token
+            for token, (begin, behind) in zip(self._tokens, pairwise(edges), strict=True)
+            if not (start <= begin < end and behind <= end)
+        )
 
     def _reason(self, *ends: str) -> Generator[Piece | None, None, None]:
         """Read reasoning up to one of ``ends``, which is not read."""

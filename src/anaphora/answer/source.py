@@ -25,14 +25,27 @@ class Source:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._before = 0
+        """How much was read before what is kept."""
         self._marked = 0
         self._since_mark: list[str] = []
         self._ended = False
 
     def feed(self, text: str) -> None:
         self._since_mark.append(self._text[self._marked : self._at])
+        self._before += self._at
         self._text = self._text[self._at :] + text
         self._at = self._marked = 0
+
+    @property
+    def position(self) -> int:
+        """How many characters were read."""
+        return self._before + self._at
+
+    @property
+    def fed(self) -> int:
+        """How many have come."""
+        return self._before + len(self._text)
 
     def end(self) -> None:
         """There will be no more."""

@@ -23,12 +23,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.requests import Request
 
 from anaphora.api.errors import ApiError
+from anaphora.engine.protocol import MOST_CANDIDATES
 from anaphora.prompt.conversation import plain
 
 logger = logging.getLogger(__name__)
 
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
 _MOST_NAMES = 20
+_MOST_CHOICES = 8
+"""Answers to one request. It has one place in the queue, however many it wants: with more of them
+one client could keep all others out for long."""
+_MOST_COLUMNS = 5
+"""Likeliest tokens in OpenAI's older API."""
 _NO_TEXT = {
     "image_url": "images",
     "input_image": "images",
@@ -74,12 +80,13 @@ def _no_number(value: Any) -> Any:
     return value
 
 
-# Plain literals would take what equals them: true for 1, 0 for false.
 Integer = Annotated[int, BeforeValidator(_as_number)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_as_number)]
 TopK = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_number)]
-Zero = Annotated[Literal[0], BeforeValidator(_as_number)]
-One = Annotated[Literal[1], BeforeValidator(_as_number)]
+Choices = Annotated[int, Field(ge=1, le=_MOST_CHOICES), BeforeValidator(_as_number)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MOST_CANDIDATES), BeforeValidator(_as_number)]
+ColumnLogprobs = Annotated[int, Field(ge=0, le=_MOST_COLUMNS), BeforeValidator(_as_number)]
+# A plain literal would take what equals it: 0 for false.
 Off = Annotated[Literal[False] | None, BeforeValidator(_no_number)]
 """A switch that can't be on yet."""
 

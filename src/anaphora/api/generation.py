@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -54,6 +55,10 @@ class Generation:
     calls: Literal["none", "one", "any"] = "any"
     """How many calls of tools the answer may have. With ``none`` they are text; with ``one`` a call
     is the end."""
+    logprobs: int | None = None
+    """Tell how likely the tokens of the answer's text were, and so many of the likeliest ones."""
+    choices: int = 1
+    """How many answers are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ class Prepared:
 
     generation: Generation
     request: Request
-    reader: Reader
-    """For the text of the answer."""
+    reader: Callable[[], Reader]
+    """Makes one for the text of an answer."""
     next_turn: Callable[[Sequence[Piece]], Request | None]
     """What to compute in idle time once the answer is known: the conversation as the next turn
     will show it, which may differ from the tokens that were generated."""
@@ -172,6 +177,7 @@ def prepare(
         hints,
         grammar=generation.grammar,
         shown=shown,
+        logprobs=generation.logprobs,
     )
     return Prepared(
         generation,
@@ -184,13 +190,13 @@ def prepare(
 
 def _reading(
     model: Model, generation: Generation, prompt: Prompt
-) -> tuple[Mapping[int, bytes], Reader]:
-    """The control tokens that show in the text of the answer, and who reads it.
+) -> tuple[Mapping[int, bytes], Callable[[], Reader]]:
+    """The control tokens that show in the text of the answer, and what makes who reads it.
 
     What a grammar holds is neither call nor reasoning, whatever it looks like.
     """
     if not isinstance(generation.prompt, Conversation) or generation.grammar is not None:
-        return {}, Form().reader("", {}, frozenset())
+        return {}, partial(Form().reader, "", {}, frozenset())
     form = model.renderer.form
     if prompt.generic_tools:
         form = form.with_generic()
@@ -198,7 +204,7 @@ def _reading(
     shown = form.shown(model.vocabulary.control, with_calls=bool(tools))
     hidden = frozenset(text.decode() for text in shown.values())
     first_only = generation.calls == "one"
-    return shown, form.reader(prompt.text, tools, hidden, first_call_only=first_only)
+    return shown, partial(form.reader, prompt.text, tools, hidden, first_call_only=first_only)
 
 
 def _parameters(tools: Sequence[Plain]) -> dict[str, Plain]:

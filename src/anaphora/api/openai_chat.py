@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import formats, openai_choices
-from anaphora.api.edge import Body, Count, Off, Zero
+from anaphora.api.edge import Body, Count, TopLogprobs
 from anaphora.api.endpoint import Endpoint, takes
 from anaphora.api.errors import ApiError
 from anaphora.api.formats import TEXT, ChatFormat, Format, GrammarFormat, TextFormat
@@ -137,8 +137,8 @@ class ChatRequest(ChoicesBody, CachingBody):
     functions: None = None
     function_call: Literal["auto", "none"] | None = None
     response_format: ChatFormat | None = None
-    logprobs: Off = None
-    top_logprobs: Zero | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     web_search_options: None = None
@@ -191,7 +191,21 @@ class ChatRequest(ChoicesBody, CachingBody):
             implicit=caching.implicit,
             conditions=conditions.given,
             calls=self.calls(self.tool_choice or self.function_call),
+            logprobs=self.likeliest,
+            choices=self.n or 1,
         )
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to tell; ``None``: no log probabilities.
+
+        Raises :class:`ApiError`.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                "top_logprobs tells nothing without logprobs: true", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -232,6 +246,7 @@ _FORM = Form(
     piece=_piece,
     first={"delta": {"role": "assistant", "content": ""}},
     last={"delta": {}},
+    logprobs=lambda wording, told, _: {"content": wording.listed(told), "refusal": None},
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,14 +13,22 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from anaphora.answer.pieces import Call, Piece, Reasoning, Text
+from anaphora.answer.pieces import Call, Piece, Reasoning, Text, logprobs
 from anaphora.api import streams
-from anaphora.api.edge import Body, Count, Integer, One, TopK
+from anaphora.api.edge import Body, Choices, Count, Integer, TopK
 from anaphora.api.endpoint import Endpoint, computed
 from anaphora.api.errors import as_api_error, openai_body
 from anaphora.api.generation import Generation
+from anaphora.api.openai_logprobs import Wording
 from anaphora.api.serving import Answer
-from anaphora.engine.protocol import Done, FinishReason, Grammar, Sampling, Started
+from anaphora.engine.protocol import (
+    Done,
+    FinishReason,
+    Grammar,
+    Sampling,
+    Started,
+    TokenLogprob,
+)
 
 _FINISH: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 
@@ -47,7 +56,7 @@ class ChoicesBody(Body):
 
     model: str | None = None
     max_tokens: Count | None = None
-    n: One | None = None
+    n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
@@ -104,6 +113,8 @@ class Form:
     """The same in a chunk that comes before all text."""
     last: dict[str, Any]
     """The same in the chunk that ends the answer."""
+    logprobs: Callable[[Wording, Iterable[TokenLogprob], int], dict[str, Any]]
+    """How likely tokens were, and so many of the likeliest ones, where that is asked for."""
 
 
 def usage(started: Started, done: Done, reasoning_tokens: int) -> dict[str, Any]:
@@ -134,19 +145,35 @@ async def answer(api: Endpoint, request: Request, kind: type[ChoicesBody], form:
         chunks = _chunks(running, form, head, body.with_usage, api.options.heartbeat)
         return streams.EventStream(chunks, running.close, headers)
     finished = await api.whole(request, running)
-    finish = _finish(finished.done, any(isinstance(piece, Call) for piece in finished.pieces))
-    choice = _choice(form.whole(finished.pieces), finish)
+    told = _telling(running, form)
+    choices = [
+        _choice(number, form.whole(one.pieces), told(one.pieces), _finish(one.done, one.pieces))
+        for number, one in enumerate(running.alternatives)
+        if one.done is not None
+    ]
     counted = usage(finished.started, finished.done, finished.reasoning_tokens)
-    reply = {**head, "choices": [choice], "usage": counted}
+    reply = {**head, "choices": choices, "usage": counted}
     return JSONResponse(reply, headers={**headers, **computed(finished.done)})
 
 
-def _choice(members: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": 0, **members, "logprobs": None, "finish_reason": finish}
+def _choice(
+    index: int, members: dict[str, Any], told: dict[str, Any] | None, finish: str | None
+) -> dict[str, Any]:
+    return {"index": index, **members, "logprobs": told, "finish_reason": finish}
 
 
-def _finish(done: Done, called: bool) -> str:
+def _telling(running: Answer, form: Form) -> Callable[[Iterable[Piece]], dict[str, Any] | None]:
+    """What tells how likely the tokens of pieces were, if that is asked for."""
+    top = running.request.logprobs
+    if top is None:
+        return lambda pieces: None
+    wording = Wording(running.model.vocabulary)
+    return lambda pieces: form.logprobs(wording, logprobs(pieces), top)
+
+
+def _finish(done: Done, pieces: Iterable[Piece]) -> str:
     finish = _FINISH[done.reason]
+    called = any(isinstance(piece, Call) for piece in pieces)
     return "tool_calls" if called and finish == "stop" else finish
 
 
@@ -154,28 +181,40 @@ async def _chunks(
     running: Answer, form: Form, head: dict[str, Any], with_usage: bool, heartbeat: float
 ) -> AsyncIterator[bytes]:
     no_usage = {"usage": None} if with_usage else {}
-    calls = 0
+    calls: Counter[int] = Counter()
+    told = _telling(running, form)
 
-    def chunk(members: dict[str, Any], finish: str | None = None) -> bytes:
-        return streams.event({**head, "choices": [_choice(members, finish)], **no_usage})
+    def chunk(
+        index: int,
+        members: dict[str, Any],
+        told: dict[str, Any] | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        choice = _choice(index, members, told, finish)
+        return streams.event({**head, "choices": [choice], **no_usage})
 
     try:
-        async for event in running.events(heartbeat):
+        async for index, event in running.choices(heartbeat):
             match event:
                 case None:
                     yield streams.COMMENT
-                case Started() as started:
+                case Started():
                     if form.first is not None:
-                        yield chunk(form.first)
-                case Text() | Reasoning() | Call():
-                    yield chunk(form.piece(event, calls))
-                    calls += isinstance(event, Call)
+                        yield chunk(index, form.first)
+                case Text():
+                    yield chunk(index, form.piece(event, 0), told([event]))
+                case Reasoning():
+                    yield chunk(index, form.piece(event, 0))
+                case Call():
+                    yield chunk(index, form.piece(event, calls[index]))
+                    calls[index] += 1
                 case Done():
-                    yield chunk(form.last, _finish(event, calls > 0))
-                    if with_usage:
-                        counted = usage(started, event, running.reasoning_tokens)
-                        last = {"choices": [], "usage": counted}
-                        yield streams.event({**head, **last})
+                    pieces = running.alternatives[index].pieces
+                    yield chunk(index, form.last, finish=_finish(event, pieces))
+        started, done = running.started, running.done
+        if with_usage and started is not None and done is not None:
+            counted = usage(started, done, running.reasoning_tokens)
+            yield streams.event({**head, "choices": [], "usage": counted})
         yield streams.DONE
     except Exception as error:
         yield streams.event(openai_body(as_api_error(error)))

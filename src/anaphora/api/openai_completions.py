@@ -13,11 +13,14 @@ from starlette.responses import Response
 
 from anaphora.answer.pieces import Piece, Text
 from anaphora.api import openai_choices
-from anaphora.api.edge import Count, Integer, Off, One
+from anaphora.api.edge import ColumnLogprobs, Count, Integer, Off
 from anaphora.api.endpoint import Endpoint, takes
+from anaphora.api.errors import ApiError
 from anaphora.api.generation import Generation
 from anaphora.api.openai_choices import ChoicesBody, Form
+from anaphora.api.openai_logprobs import Wording
 from anaphora.api.replies import TextCompletion
+from anaphora.cache.keys import Tokens
 from anaphora.errors import PromptError
 
 _DEFAULT_MAX_TOKENS = 16
@@ -51,21 +54,37 @@ class CompletionRequest(ChoicesBody):
         BeforeValidator(_one_prompt, json_schema_input_type=_Text | _Ids | _OneText | _OneIds),
     ]
     """Text, which never becomes a control token, or token ids; a list of one of them."""
-    best_of: One | None = None
+    best_of: Integer | None = None
     echo: Off = None
-    logprobs: None = None
+    logprobs: ColumnLogprobs | None = None
     suffix: Literal[""] | None = None
 
     @property
     def generation(self) -> Generation:
-        wanted = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        choices = self.n or 1
+        if self.best_of not in (None, choices):
+            raise ApiError(
+                f"best_of is {self.best_of}: all answers that are made are given, so leave it out "
+                f"or use n, which is {choices}",
+                param="best_of",
+            )
+        return Generation(
+            self._prompt,
+            _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            self.sampling,
+            self.answer_grammar,
+            logprobs=self.logprobs,
+            choices=choices,
+        )
+
+    @property
+    def _prompt(self) -> str | Tokens:
         if isinstance(self.prompt, str):
-            return Generation(self.prompt, wanted, self.sampling, self.answer_grammar)
+            return self.prompt
         try:
-            tokens = np.array(self.prompt, dtype=np.int32)
+            return np.array(self.prompt, dtype=np.int32)
         except OverflowError as error:
             raise PromptError("the prompt has token ids that no model has") from error
-        return Generation(tokens, wanted, self.sampling, self.answer_grammar)
 
 
 def _whole(pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -84,6 +103,7 @@ _FORM = Form(
     piece=_piece,
     first=None,
     last=_whole([]),
+    logprobs=Wording.in_columns,
 )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from anaphora.answer.pieces import Call, Piece, merged
 from anaphora.api import openai_items, streams
 from anaphora.api.errors import as_api_error
+from anaphora.prompt.conversation import Plain
 from anaphora.responses import StoredResponse
 
 
@@ -33,6 +34,8 @@ class ResponseEvents:
         self._custom = custom
         self._open: list[Piece] = []
         """The stretches of the item that is not complete yet."""
+        self._logprobs: list[Plain] = []
+        """How likely the tokens in them were."""
         self._index = -1
         """That of the latest item."""
         self._number = -1
@@ -41,11 +44,12 @@ class ResponseEvents:
         yield self._event("created", response=self._running)
         yield self._event("in_progress", response=self._running)
 
-    def add(self, piece: Piece) -> Iterator[bytes]:
-        """The next piece of the answer."""
+    def add(self, piece: Piece, logprobs: Sequence[Plain]) -> Iterator[bytes]:
+        """The next piece of the answer, and how likely its tokens were."""
         self.pieces.append(piece)
         if self._open and type(self._open[0]) is not type(piece):
-            yield from self._close(self._item(*merged(self._open)))
+            (whole,) = merged(self._open)
+            yield from self._close(self._item(whole, self._logprobs))
         if isinstance(piece, Call):
             yield from self._call(piece)
             return
@@ -54,11 +58,13 @@ class ResponseEvents:
             self._index += 1
             item = {**self._item(type(piece)("")), "status": "in_progress", "content": []}
             yield self._event("output_item.added", output_index=self._index, item=item)
-            part = kind.part("")
+            part = kind.part("", ())
             yield self._event("content_part.added", **self._place(item), part=part)
         self._open.append(piece)
+        self._logprobs += logprobs
         place = self._place(self._item(piece))
-        yield self._event(f"{kind.event}.delta", **place, delta=piece.text, **kind.more)
+        more = {"logprobs": [*logprobs]} if kind.has_logprobs else {}
+        yield self._event(f"{kind.event}.delta", **place, delta=piece.text, **more)
 
     def end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
         """It is finished."""
@@ -90,13 +96,16 @@ class ResponseEvents:
         """The open item is complete."""
         kind = openai_items.KINDS[type(self._open[0])]
         part, place = item["content"][0], self._place(item)
-        yield self._event(f"{kind.event}.done", **place, text=part["text"], **kind.more)
+        more = {"logprobs": part["logprobs"]} if kind.has_logprobs else {}
+        yield self._event(f"{kind.event}.done", **place, text=part["text"], **more)
         yield self._event("content_part.done", **place, part=part)
         yield self._event("output_item.done", output_index=self._index, item=item)
-        self._open = []
+        self._open, self._logprobs = [], []
 
-    def _item(self, piece: Piece) -> dict[str, Any]:
-        return openai_items.output(piece, self._request_id, self._index, self._custom)
+    def _item(self, piece: Piece, logprobs: Sequence[Plain] = ()) -> dict[str, Any]:
+        return openai_items.output(
+            piece, self._request_id, self._index, self._custom, logprobs=logprobs
+        )
 
     def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": self._index, "content_index": 0}
@@ -123,15 +132,17 @@ def _all(stored: StoredResponse) -> Iterator[bytes]:
     custom = {item["name"] for item in calls}
     events = ResponseEvents(head, stored.id.removeprefix("resp_"), custom)
     yield from events.begin()
-    deltas = iter(stored.deltas)
+    deltas = ((one, 0) if isinstance(one, int) else one for one in stored.deltas)
     for item in response["output"]:
         piece = openai_items.piece(item)
         if isinstance(piece, Call):
-            yield from events.add(piece)
+            yield from events.add(piece, ())
             continue
-        start = 0
-        while start < len(piece.text):
-            length = next(deltas)
-            yield from events.add(type(piece)(piece.text[start : start + length]))
-            start += length
+        logprobs = item["content"][0].get("logprobs", [])
+        start = told = 0
+        while start < len(piece.text) or told < len(logprobs):
+            length, tokens = next(deltas)
+            stretch = type(piece)(piece.text[start : start + length])
+            yield from events.add(stretch, logprobs[told : told + tokens])
+            start, told = start + length, told + tokens
     yield from events.end(response)

@@ -246,12 +246,12 @@ def _listed_part(part: Part, role: str) -> Plain:
     return text_part(part.text)
 
 
-def text_part(text: str) -> dict[str, Plain]:
-    """A text of an answer."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[Plain] = ()) -> dict[str, Plain]:
+    """A text of an answer, and how likely its tokens were."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
-def _reasoning_part(text: str) -> dict[str, Plain]:
+def _reasoning_part(text: str, logprobs: Sequence[Plain] = ()) -> dict[str, Plain]:
     return {"type": "reasoning_text", "text": text}
 
 
@@ -262,12 +262,12 @@ class Kind:
     prefix: str
     """Of their ids."""
     members: Mapping[str, Plain]
-    part: Callable[[str], dict[str, Plain]]
-    """Their content."""
+    part: Callable[[str, Sequence[Plain]], dict[str, Plain]]
+    """Their content, from a text and log probabilities."""
     event: str
     """What the events of the text are called."""
-    more: Mapping[str, Plain]
-    """What else is in these."""
+    has_logprobs: bool
+    """Whether these have log probabilities."""
 
 
 KINDS: Mapping[type[Piece], Kind] = {
@@ -276,20 +276,26 @@ KINDS: Mapping[type[Piece], Kind] = {
         {"type": "message", "role": "assistant"},
         text_part,
         "output_text",
-        {"logprobs": []},
+        True,
     ),
     Reasoning: Kind(
-        "rs", {"type": "reasoning", "summary": []}, _reasoning_part, "reasoning_text", {}
+        "rs", {"type": "reasoning", "summary": []}, _reasoning_part, "reasoning_text", False
     ),
 }
 
 
 def output(
-    piece: Piece, request_id: str, index: int, custom: Collection[str], status: str = "completed"
+    piece: Piece,
+    request_id: str,
+    index: int,
+    custom: Collection[str],
+    status: str = "completed",
+    logprobs: Sequence[Plain] = (),
 ) -> dict[str, Plain]:
     """The item that ``piece`` is in the output of a response, whole as it is.
 
     :param custom: names of the tools whose input is free text.
+    :param logprobs: how likely its tokens were.
     """
     own_id = f"{request_id}_out{index}" if index else request_id
     if not isinstance(piece, Call):
@@ -298,7 +304,7 @@ def output(
             "id": f"{kind.prefix}_{own_id}",
             **kind.members,
             "status": status,
-            "content": [kind.part(piece.text)],
+            "content": [kind.part(piece.text, logprobs)],
         }
     members = {"status": "completed", "call_id": piece.id, "name": piece.name}
     if piece.name in custom:

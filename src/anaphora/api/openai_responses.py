@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text, merged
 from anaphora.api import formats, openai_diagnostics, openai_items, streams
-from anaphora.api.edge import Body, Count, Off, Zero, query
+from anaphora.api.edge import Body, Count, Off, TopLogprobs, query
 from anaphora.api.endpoint import Endpoint, asks, computed, takes
 from anaphora.api.errors import ApiError
 from anaphora.api.formats import TEXT, Format, ResponsesFormat
@@ -29,6 +29,7 @@ from anaphora.api.openai_chat import ToolChoice, Verbosity
 from anaphora.api.openai_diagnostics import Likeness
 from anaphora.api.openai_events import ResponseEvents, replay
 from anaphora.api.openai_items import Item, ItemReference
+from anaphora.api.openai_logprobs import Wording
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
 from anaphora.engine.protocol import Done, Grammar, Sampling, Started
@@ -42,6 +43,7 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+_LOGPROBS = "message.output_text.logprobs"
 _EVENTS = "The object of a `response.…` event."
 
 Items = Annotated[list[Item], Field(min_length=1)]
@@ -89,7 +91,9 @@ class ResponsesRequest(CachingBody):
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: Zero | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: list[str] | None = None
+    """Of what else to tell: of nothing but log probabilities can it be."""
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     text: TextOptions | None = None
@@ -104,6 +108,17 @@ class ResponsesRequest(CachingBody):
     metadata: dict[str, str] | None = None
     """Only sent back."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def without_effect(self) -> Iterable[str]:
+        unknown = any(one != _LOGPROBS for one in self.include or ())
+        untold = self.top_logprobs and self.likeliest is None
+        names = {"include": unknown, "top_logprobs": untold}
+        return [*super().without_effect(), *(name for name, holds in names.items() if holds)]
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to tell; ``None``: no log probabilities."""
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
     @property
     def cache_options(self) -> CacheOptions:
@@ -152,6 +167,7 @@ class ResponsesRequest(CachingBody):
             "text": {"format": formats.echoed(self.format)},
             "tool_choice": self.tool_choice or "auto",
             "tools": [_echoed(item) for item in self.tools or () if item.shown],
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
@@ -215,6 +231,7 @@ class Turn:
             implicit=caching.implicit,
             conditions=caching.conditions.given,
             calls=body.calls(body.tool_choice),
+            logprobs=body.likeliest,
         )
 
 
@@ -239,6 +256,14 @@ class Exchange:
         self._tenant = tenant
         self._turn = turn
         self._compared = compared
+        asked = turn.body.likeliest is not None
+        self._wording = Wording(answer.model.vocabulary) if asked else None
+
+    def logprobs(self, piece: Piece) -> list[Plain]:
+        """How likely the tokens of ``piece`` were, where that is asked for."""
+        if self._wording is None or not isinstance(piece, Text):
+            return []
+        return self._wording.listed(piece.logprobs)
 
     async def finish(self, pieces: Sequence[Piece], started: Started, done: Done) -> dict[str, Any]:
         """The finished response. It is stored by then, where it is to be and can be.
@@ -261,6 +286,7 @@ class Exchange:
                     number,
                     self.custom,
                     status if number == len(whole) - 1 else "completed",
+                    self.logprobs(piece),
                 )
                 for number, piece in enumerate(whole)
             ],
@@ -274,7 +300,7 @@ class Exchange:
                 openai_items.listed(self._turn.input, self.answer.request.id),
                 reply,
                 asdict(likeness),
-                [len(piece.text) for piece in pieces if not isinstance(piece, Call)],
+                [_length(piece) for piece in pieces if not isinstance(piece, Call)],
             )
             if not await self._api.responses.save(self._tenant.name, stored):
                 self._api.serving.metrics.count_lost_response(self._tenant.name)
@@ -449,6 +475,13 @@ def _echoed(item: Tool) -> dict[str, Any]:
     }
 
 
+def _length(piece: Text | Reasoning) -> int | tuple[int, int]:
+    """In characters, and in tokens where how likely these were is told."""
+    if isinstance(piece, Text) and piece.logprobs:
+        return len(piece.text), len(piece.logprobs)
+    return len(piece.text)
+
+
 def _usage(started: Started, done: Done, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": started.prompt_tokens,
@@ -475,7 +508,7 @@ async def _events(exchange: Exchange, heartbeat: float) -> AsyncIterator[bytes]:
                 case Started() as started:
                     pass
                 case Text() | Reasoning() | Call():
-                    for event in events.add(happened):
+                    for event in events.add(happened, exchange.logprobs(happened)):
                         yield event
                 case Done():
                     reply = await exchange.finish(events.pieces, started, happened)

@@ -79,10 +79,26 @@ class AnsweredMessage(Reply):
     tool_calls: list[ToolCall] | None = None
 
 
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Logprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[Logprob]
+    """Of the tokens that begin in the text."""
+    refusal: None
+
+
 class ChatChoice(Reply):
-    index: Literal[0]
+    index: int
     message: AnsweredMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
@@ -95,10 +111,18 @@ class ChatCompletion(Reply):
     usage: CompletionUsage
 
 
+class TextLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+    """Which character of the text a token's begins in."""
+
+
 class TextChoice(Reply):
-    index: Literal[0]
+    index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
@@ -115,7 +139,7 @@ class OutputText(Reply):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
-    logprobs: list[None]
+    logprobs: list[Logprob]
 
 
 class OutputMessage(Reply):

@@ -14,11 +14,12 @@ from time import perf_counter
 import numpy as np
 
 from anaphora.answer.pieces import Call, Piece, merged
+from anaphora.answer.reader import Reader
 from anaphora.api.books import Books, Origin, Outcome
 from anaphora.api.generation import Prepared
 from anaphora.api.metrics import Metrics
 from anaphora.cache.keys import Tokens
-from anaphora.engine.protocol import Done, Event, Failed, Generated, Started
+from anaphora.engine.protocol import Done, Event, Failed, Generated, Request, Started
 from anaphora.errors import (
     AnaphoraError,
     EngineError,
@@ -47,8 +48,101 @@ class Finished:
     """How many of its tokens are reasoning, markers included."""
 
 
+class Alternative:
+    """One of the answers to a request, as the engine makes it."""
+
+    def __init__(self, request: Request, reader: Reader, waited: float = 0.0) -> None:
+        """
+        :param waited: seconds from the request's submission to this one's.
+        """
+        self.request = request
+        self.waited = waited
+        self.started: Started | None = None
+        self.done: Done | None = None
+        self.generated = 0
+        """Tokens so far."""
+        self.reasoning_tokens = 0
+        """How many of them are reasoning."""
+        self._reader = reader
+        self._pieces: list[Piece] = []
+        self._calls = 0
+        self._given = 0
+        """How many of the pieces were given out."""
+        self._begun = self.over = False
+        """Whether its start was given out, and its end."""
+        self._error: AnaphoraError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.done is not None or self._error is not None
+
+    @property
+    def enough(self) -> bool:
+        """Whatever is generated now is not part of the answer."""
+        return self._reader.complete and not self.ended
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What was answered so far."""
+        return merged(self._pieces)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.started = event
+            case Generated():
+                self.generated += len(event.tokens)
+                self._read(event)
+            case Done():
+                if event.reason == "cancelled" and self.enough:
+                    event = replace(event, reason="end")
+                self._add(self._reader.finish())
+                self.done = event
+            case Failed():
+                self._error = event.error
+
+    def news(self) -> list[Started | Piece | Done]:
+        """What has happened since the last call. Raises what made it fail, once that is all."""
+        news: list[Started | Piece | Done] = []
+        if self.started is not None and not self._begun:
+            self._begun = True
+            news.append(self.started)
+        news += merged(self._pieces[self._given :])
+        self._given = len(self._pieces)
+        if news or self.over:
+            return news
+        if self._error is not None:
+            raise self._error
+        if self.done is not None:
+            if self.done.reason == "cancelled":
+                raise ShuttingDownError("the answer was cut short: the server is stopping")
+            self.over = True
+            news.append(self.done)
+        return news
+
+    def _read(self, event: Generated) -> None:
+        thinks = self._reader.thinking
+        if event.text or event.logprobs:
+            self._add(self._reader.feed(event.text, event.logprobs))
+        if thinks or self._reader.thinking:
+            self.reasoning_tokens += len(event.tokens)
+
+    def _add(self, pieces: list[Piece]) -> None:
+        """Calls that have no id of the model's get one."""
+        for piece in pieces:
+            if isinstance(piece, Call):
+                own_id = piece.id or f"call_{self.request.id}_{self._calls}"
+                piece = replace(piece, id=own_id)
+                self._calls += 1
+            self._pieces.append(piece)
+
+
 class Answer:
-    """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case."""
+    """A request in flight: iterate over :meth:`events`, and :meth:`close` it in any case.
+
+    Where several alternatives are wanted, the first one's prompt is computed, and the others read
+    it from the cache.
+    """
 
     def __init__(
         self, serving: Serving, prepared: Prepared, origin: Origin, model: Model, name: str
@@ -58,45 +152,59 @@ class Answer:
         self.prepared = prepared
         self.request = prepared.request
         self.origin = origin
-        self.started: Started | None = None
-        self.done: Done | None = None
+        self.alternatives = [Alternative(prepared.request, prepared.reader())]
+        """Those the engine knows of."""
         self._serving = serving
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._submitted = perf_counter()
-        self._generated = 0
-        """Tokens so far."""
-        self.reasoning_tokens = 0
-        """How many of them are reasoning."""
-        self._reader = prepared.reader
-        self._pieces: list[Piece] = []
-        self._calls = 0
-        self._given = 0
-        """How many of the pieces were given out."""
-        self._enough = False
-        """Whatever is generated now is not part of the answer."""
-        self._error: AnaphoraError | None = None
+        self._closed = False
 
     @property
-    def ended(self) -> bool:
-        return self.done is not None or self._error is not None
+    def started(self) -> Started | None:
+        return self.alternatives[0].started
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What was answered so far."""
-        return merged(self._pieces)
+    def done(self) -> Done | None:
+        """The end, with the tokens of all alternatives; ``None``: not yet, or one has failed."""
+        ends = [one.done for one in self.alternatives if one.done is not None]
+        if len(ends) < len(self.alternatives):
+            return None
+        cut = any(end.reason == "cancelled" for end in ends)
+        total = max(
+            one.waited + end.times.total for one, end in zip(self.alternatives, ends, strict=True)
+        )
+        return replace(
+            ends[0],
+            reason="cancelled" if cut else ends[0].reason,
+            computed_tokens=sum(end.computed_tokens for end in ends),
+            generated_tokens=sum(end.generated_tokens for end in ends),
+            times=replace(ends[0].times, total=total),
+        )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the tokens so far are reasoning."""
+        return sum(one.reasoning_tokens for one in self.alternatives)
 
     @property
     def outcome(self) -> Outcome:
         """What became of it, once it has ended."""
         seconds = perf_counter() - self._submitted
-        counts = self.started, self.done, self._generated
+        generated = sum(one.generated for one in self.alternatives)
+        counts = self.started, self.done, generated
         return Outcome(self.request, self.model_name, *counts, seconds)
 
-    def receive(self, event: Event) -> None:
-        """Called on the engine's thread with every event."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is left who waits
-            self._loop.call_soon_threadsafe(self._handle, event)
+    def submit(self) -> None:
+        """Hand the latest alternative to the engine."""
+        alternative = self.alternatives[-1]
+
+        def receive(event: Event) -> None:
+            """Called on the engine's thread."""
+            with suppress(RuntimeError):  # the loop is closed: nobody is left who waits
+                self._loop.call_soon_threadsafe(self._handle, alternative, event)
+
+        self.model.host.submit(alternative.request, receive)
 
     async def events(self, heartbeat: float) -> AsyncIterator[Started | Piece | Done | None]:
         """What happens, in order: the start, pieces, the end. Texts that come fast are joined.
@@ -104,25 +212,22 @@ class Answer:
         ``None`` comes whenever nothing else did for ``heartbeat`` seconds. Raises what made the
         request fail.
         """
-        announced = False
+        async for _, event in self.choices(heartbeat):
+            yield event
+
+    async def choices(
+        self, heartbeat: float
+    ) -> AsyncIterator[tuple[int, Started | Piece | Done | None]]:
+        """The same of all alternatives, with the number of the one that it happens to."""
         while True:
-            if self.started is not None and not announced:
-                announced = True
-                yield self.started
-            elif self._given < len(self._pieces):
-                pieces = merged(self._pieces[self._given :])
-                self._given = len(self._pieces)
-                for piece in pieces:
-                    yield piece
-            elif self._error is not None:
-                raise self._error
-            elif self.done is not None:
-                if self.done.reason == "cancelled":
-                    raise ShuttingDownError("the answer was cut short: the server is stopping")
-                yield self.done
-                return
-            elif not await self._wait(heartbeat):
-                yield None
+            news = [(n, event) for n, one in enumerate(self.alternatives) for event in one.news()]
+            for numbered in news:
+                yield numbered
+            if not news:
+                if not self._owed and all(one.over for one in self.alternatives):
+                    return
+                if not await self._wait(heartbeat):
+                    yield 0, None
 
     async def whole(self) -> Finished:
         """The finished answer. Raises what made the request fail."""
@@ -130,11 +235,19 @@ class Answer:
             pass
         if self.started is None or self.done is None:
             raise EngineError("the engine ended the request without an answer")
-        return Finished(self.pieces, self.started, self.done, self.reasoning_tokens)
+        return Finished(self.alternatives[0].pieces, self.started, self.done, self.reasoning_tokens)
 
     def close(self) -> None:
         """Cancel the request if it is still running. What was computed stays cached."""
-        self._serving.leave(self)
+        self._closed = True
+        for one in self.alternatives:
+            if not one.ended:
+                self.model.host.cancel(one.request.id)
+
+    @property
+    def _owed(self) -> int:
+        """How many alternatives the engine doesn't know of yet."""
+        return self.prepared.generation.choices - len(self.alternatives)
 
     async def _wait(self, seconds: float) -> bool:
         """Wait for an event; False: none came in time."""
@@ -153,43 +266,30 @@ class Answer:
             timer.cancel()
         return not late
 
-    def _handle(self, event: Event) -> None:
-        match event:
-            case Started():
-                self.started = event
+    def _handle(self, alternative: Alternative, event: Event) -> None:
+        alternative.handle(event)
+        if isinstance(event, Started):
+            if alternative is self.alternatives[0]:
                 self._serving.begin(self)
-            case Generated():
-                self._generated += len(event.tokens)
-                self._read(event)
-            case Done():
-                self._add(self._reader.finish())
-                if self._enough and event.reason == "cancelled":
-                    event = replace(event, reason="end")
-                self.done = event
-                self._serving.end(self)
-            case Failed():
-                self._error = event.error
-                self._serving.end(self)
+        elif not isinstance(event, Failed) and not self._closed:
+            # The prompt is computed, and in the cache.
+            while self._owed:
+                self._branch()
+        if alternative.enough:
+            self.model.host.cancel(alternative.request.id)
+        if isinstance(event, Done | Failed) and all(one.ended for one in self.alternatives):
+            self._serving.end(self)
         self._changed.set()
 
-    def _read(self, event: Generated) -> None:
-        thinks = self._reader.thinking
-        if event.text:
-            self._add(self._reader.feed(event.text))
-        if thinks or self._reader.thinking:
-            self.reasoning_tokens += len(event.tokens)
-        if self._reader.complete and not self._enough:
-            self._enough = True
-            self._serving.leave(self)
-
-    def _add(self, pieces: list[Piece]) -> None:
-        """Calls that have no id of the model's get one."""
-        for piece in pieces:
-            if isinstance(piece, Call):
-                own_id = piece.id or f"call_{self.request.id}_{self._calls}"
-                piece = replace(piece, id=own_id)
-                self._calls += 1
-            self._pieces.append(piece)
+    def _branch(self) -> None:
+        """Begin with another alternative."""
+        number, request = len(self.alternatives), self.request
+        seed = request.sampling.seed
+        sampling = replace(request.sampling, seed=None if seed is None else seed + number)
+        request = replace(request, id=f"{request.id}-{number}", sampling=sampling)
+        waited = perf_counter() - self._submitted
+        self.alternatives.append(Alternative(request, self.prepared.reader(), waited))
+        self.submit()
 
 
 class Serving:
@@ -329,7 +429,7 @@ class Serving:
             raise
         self._answers[answer.request.id] = answer
         self._forget_turns_before(answer.request.tokens)
-        loaded.host.submit(answer.request, answer.receive)
+        answer.submit()
         return answer
 
     def begin(self, answer: Answer) -> None:
@@ -348,21 +448,16 @@ class Serving:
             self._queue(tenant, -1)
         else:
             self._run(tenant, -1)
-        if answer.done is not None:
-            self.metrics.count_answer(tenant, answer.done)
-            self._seconds += (answer.done.times.total - self._seconds) / 8
+        if (done := answer.done) is not None:
+            self.metrics.count_answer(tenant, done)
+            self._seconds += (done.times.total - self._seconds) / 8
         self.books.end(answer.origin, answer.outcome, answer.model.vocabulary)
         del self._answers[answer.request.id]
         self._use(-1)
-        if answer.done is not None and answer.done.reason != "cancelled":
+        if done is not None and done.reason != "cancelled":
             self._unsettled.append(answer)
         if not self._users:
             self._settle()
-
-    def leave(self, answer: Answer) -> None:
-        """Nobody waits for ``answer`` any more."""
-        if not answer.ended:
-            answer.model.host.cancel(answer.request.id)
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, and return when those in flight are over.
@@ -375,7 +470,7 @@ class Serving:
             await asyncio.wait_for(self._unused.wait(), grace)
         except TimeoutError:
             for answer in list(self._answers.values()):
-                self.leave(answer)
+                answer.close()
             await self._unused.wait()
         if self._loading is not None:
             await asyncio.wait([self._loading])
@@ -418,7 +513,8 @@ class Serving:
             self._settling = None
 
     async def _next_turn(self, answer: Answer) -> None:
-        request = await asyncio.to_thread(answer.prepared.next_turn, answer.pieces)
+        first = answer.alternatives[0]
+        request = await asyncio.to_thread(answer.prepared.next_turn, first.pieces)
         if request is None:
             return
         over = asyncio.Event()
