@@ -96,8 +96,9 @@ class Server:
         return {"base_url": url, "api_key": "none", "max_retries": 0, "timeout": 30, **options}
 
     def _run(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._server.serve())
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            runner.run(self._server.serve())
 
 
 def issued(folder: Path, *names: str) -> tuple[Keys, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -300,6 +301,29 @@ def test_a_lost_secret_makes_everything_cold_and_counted(
     cache.close()
     assert secret.stat().st_size == 32
     assert secret.stat().st_mode & 0o777 == 0o600
+    assert read(open_cache(folder), TOKENS) == 64
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_files_that_could_not_be_opened_for_want_of_something_else_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("anaphora.cache.disk.files.read_block", refuse)
+        cache = open_cache(folder)
+        assert read(cache, TOKENS) == 0
+        assert cache.read_tokens(TOKENS) == 64
+        assert cache.stats().misses.no_room >= 1
+    assert read(cache, TOKENS) == 64
+    cache.close()
+    for index in folder.glob("*/index.sqlite*"):
+        index.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr("anaphora.cache.disk.files.read_header", refuse)
+        open_cache(folder).close()
     assert read(open_cache(folder), TOKENS) == 64
 
 

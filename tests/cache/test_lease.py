@@ -145,6 +145,21 @@ def test_a_lease_goes_on_behind_a_block_superseded_under_it() -> None:
     check_consistent(cache)
 
 
+def test_promises_over_held_cells_go_on_to_whatever_is_stored_of_them() -> None:
+    """A sequence that goes on from decoded tokens counts as decoded to its end."""
+    cache, tokens = open_cache(), prompt(1, 2)
+    lease = cache.lease()
+    lease.advance(tokens[:20], decoded_from=10)
+    lease.promise()
+    lease.advance(tokens[:24], decoded_from=10)
+    for block in lease.unsaved():
+        assert store(cache, block, decoded_from=10)
+    lease.close()
+    assert cache.read_tokens(tokens) == 20
+    assert cache.stats().broken_promises == 0
+    check_consistent(cache)
+
+
 def test_a_lease_can_be_used_again_after_closing() -> None:
     cache = open_cache()
     lease = cache.lease()

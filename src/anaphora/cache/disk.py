@@ -294,7 +294,9 @@ class DiskTier:
                 if (header.block.key, header.part) != (key, part):
                     raise DamagedError("a file under another's name")
                 found.unlisted.append((header, entry.stat().st_mtime))
-            except (OSError, DamagedError):
+            except (OSError, DamagedError) as error:
+                if isinstance(error, OSError) and files.is_shortage(error):
+                    continue  # another time
                 files.remove(Path(entry.path))
                 found.damaged += 1
         return found

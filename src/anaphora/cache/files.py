@@ -20,6 +20,12 @@ from anaphora.cache.format import PAGE, DamagedError, Header, Seals, header_byte
 
 TEMPORARY = ".tmp"
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+
+
+def is_shortage(error: OSError) -> bool:
+    """Whether what was missing is descriptors or memory: it says nothing about the file."""
+    return error.errno in _SHORTAGES
 
 
 def read_block(path: Path, expected: Header, seals: Seals, memory: mmap.mmap) -> Header:

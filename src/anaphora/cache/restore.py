@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from anaphora.cache.disk import File
+from anaphora.cache.files import is_shortage
 from anaphora.cache.format import DamagedError, Header
 from anaphora.cache.index import Block
 from anaphora.cache.memory import Buffer
@@ -135,7 +136,9 @@ class Restore:
                 tiers.loaded(buffer)
             else:  # also where the file went, or another restore was faster, since it was begun
                 tiers.give_back({file.part: buffer})
-            if miss is not None and current:
+            if miss == "no_room":
+                tiers.misses[miss] += 1
+            elif miss is not None and current:
                 tiers.lose_file(file, miss)
                 if miss == "gone":  # seldom alone
                     tiers.lose_missing(piece.block for piece in self._pieces)
@@ -168,6 +171,6 @@ def _outcome(read: Future[Header]) -> MissCause | None:
         read.result()
     except DamagedError:
         return "damaged"
-    except OSError:
-        return "gone"
+    except OSError as error:
+        return "no_room" if is_shortage(error) else "gone"
     return None

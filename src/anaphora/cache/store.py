@@ -50,7 +50,7 @@ class Misses:
     gone: int
     """Bytes that were no longer there when they were to be read."""
     no_room: int
-    """Restores that ended because memory had no room to read into."""
+    """There was no memory to read bytes into, or no descriptor to read them with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from anaphora.profiles.decision import Loss
 
 MissCause = Literal["absent", "damaged", "gone", "no_room"]
 """Nothing of a prompt was cached; bytes were not what was written; they were no longer there;
-or memory had no room to read them into."""
+or there was no memory to read them into, or no descriptor to read them with."""
 
 
 class Tiers:
@@ -338,7 +338,7 @@ class Tiers:
             if (
                 tail.children
                 or not tail.parts <= block.parts
-                or not block.at_least(tail.end, tail.decoded_from, tail.exact)
+                or (tail.has_bytes and not block.at_least(tail.end, tail.decoded_from, tail.exact))
                 or any(buffer.pins for buffer in buffers)
             ):
                 continue
