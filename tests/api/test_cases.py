@@ -294,6 +294,37 @@ class TestCounters:
             ask(server, "chat", [user("Something else, so that nothing stays in the cells.")])
             found()
 
+    @pytest.mark.parametrize("rules", ["local", "anthropic", "openai"])
+    def test_several_answers_multiply_nothing(self, serve: Serve, rules: str) -> None:
+        server = serve(options=Options(profile=rules))
+        lasting = {"logit_bias": NEVER_ENDING, "temperature": 1}
+        answers: list[Said] = []
+        for number in range(2):
+            turns = [system(DOCUMENT), user(f"Question {number}?")]
+            # Of the same prompt: alone and cold, then several, then alone again.
+            single = ask(server, "chat", turns, 5, **lasting)
+            several = [way(server, "chat", turns, 5, n=3, **lasting) for way in (ask, hear)]
+            again = ask(server, "chat", turns, 5, **lasting)
+            assert {one.prompt for one in several} == {single.prompt}
+            assert [one.output for one in several] == [15, 15]
+            assert {(one.read, one.written) for one in several} == {(again.read, again.written)}
+            # And several where nothing is cached yet.
+            fresh = [system(f"{number} {DOCUMENT}"), user("And now?")]
+            cold = ask(server, "chat", fresh, 5, n=3, **lasting)
+            warm = ask(server, "chat", fresh, 5, n=3, **lasting)
+            assert (cold.written, cold.read) == (warm.read, 0) or rules == "local"
+            assert cold.read + cold.written == warm.read + warm.written
+            answers += [single, *several, again, cold, warm]
+        wait_until_idle(server)
+        for name, total in {
+            "prompt": sum(answer.prompt for answer in answers),
+            "cache_read": sum(answer.read for answer in answers),
+            "cache_written": sum(answer.written for answer in answers),
+            "generated": sum(answer.output for answer in answers),
+        }.items():
+            assert server.metric(f"anaphora_{name}_tokens_total") == total
+        assert server.metric("anaphora_request_seconds_count") == len(answers)
+
     def test_metrics_are_the_sum_of_all_usage(self, serve: Serve) -> None:
         server = serve(parallel=1, max_waiting=0)
         answers: list[Said] = []

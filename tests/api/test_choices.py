@@ -16,6 +16,7 @@ from tests.api.conftest import DOCUMENT, Serve, Server
 from tests.api.test_ledger import rows
 from tests.api.test_streams import NEVER_ENDING, data_lines, wait_until_idle
 from tests.conftest import TinyModel
+from tests.engine.test_process import kill
 
 QUESTION: list[Any] = [{"role": "user", "content": DOCUMENT}]
 ASKED: dict[str, Any] = {"model": "x", "n": 3, "max_tokens": 12, "logit_bias": NEVER_ENDING}
@@ -162,6 +163,26 @@ def test_who_leaves_cancels_all_of_them(serve: Serve, tmp_path: Path, chunks: in
     left, _ = rows(path)
     assert left["finish"] == "cancelled"
     assert left["output"] < 15000
+
+
+def test_an_engine_that_dies_fails_all_of_them(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    books = Books(Ledger(path))
+    server = serve(engine="process", books=books)
+    body = {"messages": QUESTION, **ASKED, "max_tokens": 5000, "stream": True}
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        lines = data_lines(response)
+        for _ in range(20):
+            next(lines)
+        kill()
+        assert "send the request again" in list(lines)[-1]["error"]["message"]
+    assert len(texts(chat(server))) == 3
+    wait_until_idle(server)
+    books.close()
+    assert [row["finish"] for row in rows(path)] == ["failed", "length"]
 
 
 def test_a_stop_sequence_ends_its_choice_alone(server: Server) -> None:
