@@ -265,10 +265,10 @@ class Config:
     )
     parallel: int = _option(4, _integer(1), "Requests computed at the same time.", "N")
     engine: EnginePlace = _option(
-        "process",
+        "thread",
         _choice("thread", "process"),
-        "Where llama.cpp runs: in a process of its own, which is started again when it dies, or "
-        "on a thread of the server.",
+        "Where llama.cpp runs: on a thread of the server, or in a process of its own, which is "
+        "started again when it dies.",
         "PLACE",
     )
     threads: int | None = _option(None, _integer(1), "CPU threads.", "N")
