@@ -93,7 +93,9 @@ def verify(
 
 
 @app.command()
-def clear(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> None:
+def clear(
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None, as_json: AsJson = False
+) -> None:
     """Delete cached blocks: all of them, or one model's. Models stay.
 
     Without --model, also what demo, bench and selftest left behind where they were killed.
@@ -106,6 +108,9 @@ def clear(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> N
             freed += clear_namespace(info.path)
         for path in leftovers(cache_dir.expanduser()) if model is None else ():
             freed += remove_leftover(path)
+    if as_json:
+        print(json.dumps({"freed_bytes": freed}))
+        return
     out.print(f"{freed / 2**20:,.1f} MiB freed")
 
 

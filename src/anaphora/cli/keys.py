@@ -91,9 +91,13 @@ def share(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
     namespace: Annotated[str, typer.Argument(help="What all who share have to name.")],
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
+    as_json: AsJson = False,
 ) -> None:
     """Let a tenant share system prompts and tools with others of a namespace."""
     KeyFile(keys_file).share(tenant, namespace)
+    if as_json:
+        print(json.dumps({"tenant": tenant, "shared": namespace}))
+        return
     out.print(f"tenant {tenant} shares system prompts and tools in {namespace}", markup=False)
 
 
@@ -101,9 +105,13 @@ def share(
 def unshare(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
+    as_json: AsJson = False,
 ) -> None:
     """Let a tenant share nothing any more."""
     namespace = KeyFile(keys_file).unshare(tenant)
+    if as_json:
+        print(json.dumps({"tenant": tenant, "shared": None}))
+        return
     out.print(f"tenant {tenant} shares nothing in {namespace} any more", markup=False)
 
 
@@ -111,7 +119,11 @@ def unshare(
 def revoke(
     name: Annotated[str, typer.Argument(help="The key's name.")],
     keys_file: KeysFile = DEFAULT_KEYS_FILE,
+    as_json: AsJson = False,
 ) -> None:
     """Refuse a key from now on, in a running server too."""
     record = KeyFile(keys_file).revoke(name)
+    if as_json:
+        print(json.dumps({"name": record.name, "tenant": record.tenant}))
+        return
     out.print(f"revoked {record.name} of tenant {record.tenant}", markup=False)

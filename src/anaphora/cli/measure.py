@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from anaphora.bench import Report
 
 
-def demo(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> None:
+def demo(
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None, as_json: AsJson = False
+) -> None:
     """Ask about a long document three times: cold, again, and after a restart."""
     from anaphora import demo as run_demo
 
     path, folder = prepare_model(model, cache_dir), cache_dir.expanduser()
-    out.print(f"Model     {path.name}")
-    out.print("Document  CPython's language reference, about 6,000 tokens of it\n")
+    if not as_json:
+        out.print(f"Model     {path.name}")
+        out.print("Document  CPython's language reference, about 6,000 tokens of it\n")
 
     def show(asked: run_demo.Asked) -> None:
+        if as_json:
+            return
         out.print(f"[bold]{asked.title}[/bold]: {asked.question}")
         answer = " ".join(asked.answer.split())
         out.print(f"  {answer}", markup=False)
@@ -34,6 +39,9 @@ def demo(cache_dir: CacheDir = DEFAULT_CACHE_DIR, model: ModelPath = None) -> No
 
     with err.status("asking about the document ..."):
         asked = run_demo.run(path, folder, show)
+    if as_json:
+        print(json.dumps([asdict(one) for one in asked], indent=2))
+        return
     table = Table("", "first token", "read", "computed", "", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
