@@ -26,6 +26,7 @@ from servers import Server, rest, serve
 from texts import Texts
 
 PROMPT = 3470
+COLD = 3
 SESSIONS = 12
 SESSION_PROMPT = 1000
 ANSWER = 32
@@ -82,10 +83,18 @@ class Duel:
 
     def round(self, number: int) -> None:
         """Every measurement once."""
-        document = self._texts.document(PROMPT, f"Copy {number} of the reference.")
+        documents = [
+            self._texts.document(PROMPT, f"Copy {number}-{copy} of the reference.")
+            for copy in range(COLD)
+        ]
+        document = documents[-1]
         self._compare_prompts(document[:200])
-        for name, chat in self._in_turn(number, document):
-            self.times["cold", name].append(chat.say(QUESTIONS[0], 1).first_token)
+        cold: defaultdict[str, list[float]] = defaultdict(list)
+        for copy, text in enumerate(documents):
+            for name, chat in self._in_turn(number + copy, text):
+                cold[name].append(chat.say(QUESTIONS[0], 1).first_token)
+        for name, times in cold.items():
+            self.times["cold", name].append(statistics.median(times))
         for name, chat in self._in_turn(number, document):
             answer = chat.say(QUESTIONS[1], DECODED)
             _expect(answer.cached_tokens > 0.9 * PROMPT, f"{name} did not hit")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -41,6 +42,8 @@ SYSTEMS, TEXTS = 10, 100
 that, too, must not grow after the warm-up."""
 STALL_SECONDS = 10.0
 GROWTH = 1.05
+POOL = (os.cpu_count() or 1) + 4
+"""Threads of asyncio's pool at most; it starts one only when all it has are busy."""
 BACK_SECONDS = 10.0
 
 Leave = Literal["never", "at once", "in prefill", "in decode", "unstreamed"]
@@ -397,7 +400,7 @@ def _report(
             tuple(sample.threads for sample in samples),
             "",
             last.threads - first.threads,
-            None if kill else 0,
+            None if kill else POOL,
         ),
         once("longest time without anything for anybody", seen.silence, "s", STALL_SECONDS),
         once("longest pause within an answer", seen.pause, "s", STALL_SECONDS),
