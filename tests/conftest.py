@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     folder = tmp_path_factory.mktemp("models")
     written: dict[tuple[str, Options], Path] = {}
 
-    def get(kind: str = "llama", **options: int | bool | str | tuple[str, ...]) -> Path:
+    def get(kind: str = "llama", **options: int | str | Path | tuple[str, ...]) -> Path:
         key = kind, Options(**options)  # type: ignore[arg-type]
         if key not in written:
             written[key] = write_model(folder / f"{kind}-{len(written)}.gguf", *key)

@@ -11,11 +11,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from numpy.typing import NDArray
 
 WIDTH, HEAD_SIZE, HEADS, KV_HEADS, FEED_FORWARD, CONTEXT = 64, 32, 2, 1, 96, 8192
@@ -80,26 +82,63 @@ class Options:
     script: str = ""
     """What a model of the kind ``script`` says to everything; each of the further control tokens
     can be in it once."""
+    alternative: str = ""
+    """What it says instead in every other answer, by chance; empty: nothing."""
+    context: int = CONTEXT
+    """Tokens it was trained for."""
+    vocabulary: Path | None = None
+    """A model file to take the vocabulary from; ``None``: a byte is a token, nearly."""
 
     @property
-    def chunks(self) -> list[str]:
-        """The tokens of the script, none of which is there twice, nor in the vocabulary."""
+    def spoken(self) -> list[list[str]]:
+        """The tokens of the script and of its alternative, none of which is there twice.
+
+        They are none of the byte-level vocabulary.
+        """
+        seen: set[str] = set()
+        return [self._cut(text, seen) for text in (self.script, self.alternative) if text]
+
+    def _cut(self, script: str, seen: set[str]) -> list[str]:
         chunks: list[str] = []
         pattern = "|".join(map(re.escape, self.control))
-        for text in re.split(f"({pattern})", self.script) if pattern else [self.script]:
+        for text in re.split(f"({pattern})", script) if pattern else [script]:
             if text in self.control:
                 chunks.append(text)
                 continue
             chunk = ""
             for character in text:
                 chunk += character
-                if len(chunk) > 2 and chunk not in chunks:
+                if len(chunk) > 2 and chunk not in seen:
                     chunks.append(chunk)
+                    seen.add(chunk)
                     chunk = ""
             if chunk:  # a repeated rest: it becomes a part of the token before it
                 chunks[-1] += chunk
         assert len(set(chunks)) == len(chunks)
         return chunks
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A vocabulary; the token that ends an answer is called ``<|im_end|>`` in each."""
+
+    texts: tuple[str, ...] = VOCABULARY
+    types: tuple[int, ...] = (
+        *[_NORMAL_TYPE] * (len(VOCABULARY) - len(CONTROL)),
+        *[_CONTROL_TYPE] * len(CONTROL),
+    )
+    merges: tuple[str, ...] = MERGES
+    pre: str = "default"
+
+
+@cache
+def _tokens_of(model: Path) -> _Tokens:
+    fields = GGUFReader(model).fields
+
+    def get(name: str) -> Any:
+        return fields[f"tokenizer.ggml.{name}"].contents()
+
+    return _Tokens(tuple(get("tokens")), tuple(get("token_type")), tuple(get("merges")), get("pre"))
 
 
 class _Model:
@@ -115,25 +154,25 @@ class _Model:
             writer.add_custom_alignment(options.alignment)
         writer.add_name(f"tiny-{arch}")
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(options.pre)
-        normal = len(VOCABULARY) - len(CONTROL)
-        texts = list(VOCABULARY)
-        types = [_NORMAL_TYPE] * normal + [_CONTROL_TYPE] * len(CONTROL)
-        if options.user_defined:
-            texts, types = [*texts, "<think>"], [*types, _USER_DEFINED_TYPE]
-        spoken = [chunk for chunk in options.chunks if chunk not in options.control]
-        texts += [*map(_in_alphabet, spoken), *options.control]
-        types += [_NORMAL_TYPE] * len(spoken) + [_CONTROL_TYPE] * len(options.control)
-        self.texts = texts
-        self._vocabulary_size = len(texts)
-        writer.add_token_list(texts)
-        writer.add_token_types(types)
-        writer.add_token_merges(list(MERGES))
-        writer.add_bos_token_id(VOCABULARY.index("<|endoftext|>"))
-        writer.add_eos_token_id(VOCABULARY.index("<|im_end|>"))
+        tokens = _tokens_of(options.vocabulary) if options.vocabulary else _Tokens(pre=options.pre)
+        added = {"<think>": _USER_DEFINED_TYPE} if options.user_defined else {}
+        for chunk in chain(*options.spoken):
+            if chunk not in options.control:
+                added[_in_alphabet(chunk)] = _NORMAL_TYPE
+        added |= dict.fromkeys(options.control, _CONTROL_TYPE)
+        for text in tokens.texts:  # a real vocabulary may have a token of the script already
+            added.pop(text, None)
+        self.texts = [*tokens.texts, *added]
+        self._vocabulary_size = len(self.texts)
+        writer.add_tokenizer_pre(tokens.pre)
+        writer.add_token_list(self.texts)
+        writer.add_token_types([*tokens.types, *added.values()])
+        writer.add_token_merges(list(tokens.merges))
+        writer.add_bos_token_id(tokens.texts.index("<|endoftext|>"))
+        writer.add_eos_token_id(tokens.texts.index("<|im_end|>"))
         writer.add_add_bos_token(False)
         writer.add_chat_template(options.template)
-        self.set(context_length=CONTEXT, embedding_length=WIDTH, block_count=self.layers)
+        self.set(context_length=options.context, embedding_length=WIDTH, block_count=self.layers)
         self.set(attention__layer_norm_rms_epsilon=1e-5)
 
     def set(self, **values: int | float | Sequence[int]) -> None:
@@ -244,7 +283,7 @@ def _llama(path: Path, options: Options) -> None:
 
 
 def _script(path: Path, options: Options) -> None:
-    """Says ``options.script`` behind a line end, whatever stands before that.
+    """Says ``options.script`` (or its alternative) behind a line end, whatever stands before that.
 
     Attention and feed-forward add nothing, so the next token depends on the last one alone; and as
     no token of the script is there twice, each of them can name the next.
@@ -254,11 +293,13 @@ def _script(path: Path, options: Options) -> None:
     random = np.random.default_rng(options.seed)
     embeddings = random.normal(0, 1, (len(model.texts), WIDTH))
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
-    spoken = [c if c in options.control else _in_alphabet(c) for c in options.chunks]
-    order = [model.texts.index(text) for text in ("\u010a", *spoken, "<|im_end|>")]
     output = np.zeros_like(embeddings)
-    for token, following in pairwise(order):
-        output[following] += 10 * embeddings[token]
+    number = {text: token for token, text in enumerate(model.texts)}
+    for chunks in options.spoken:
+        spoken = [c if c in options.control else _in_alphabet(c) for c in chunks]
+        order = [number[text] for text in ("\u010a", *spoken, "<|im_end|>")]
+        for token, following in pairwise(order):
+            output[following] += 10 * embeddings[token]
     model.tensor("token_embd.weight", embeddings)
     model.tensor("output.weight", output)
     model.tensor("output_norm.weight", np.ones(WIDTH))

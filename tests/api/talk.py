@@ -61,11 +61,12 @@ def said(protocol: Protocol, reply: dict[str, Any]) -> Said:
     """What an unstreamed reply says."""
     match protocol:
         case "chat":
-            text = reply["choices"][0]["message"]["content"]
+            text = reply["choices"][0]["message"]["content"] or ""
         case "messages":
-            text = "".join(block["text"] for block in reply["content"])
+            text = "".join(block.get("text", "") for block in reply["content"])
         case "responses":
-            text = "".join(p["text"] for item in reply["output"] for p in item["content"])
+            parts = (part for item in reply["output"] for part in item.get("content", ()))
+            text = "".join(part["text"] for part in parts)
     return _counted(protocol, text, reply["usage"])
 
 
