@@ -3,6 +3,7 @@
 To record what an agent asks, with a model that calls a tool of it in every other answer::
 
     python -m tests.agents model FILE '{"name": "bash", "arguments": {"command": "cat notes.md"}}'
+    python -m tests.agents model FILE    # one that calls nothing
     python -m tests.agents serve RECORD FILE [OPTION of anaphora serve ...]
     python -m tests.agents clean RECORD FIXTURE AGENT VERSION
 
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anaphora import Model, serve
+from anaphora.api.app import create_app
 from anaphora.bundled import source_path
 from anaphora.cli import main
 from tests.answer.templates import TEMPLATES
@@ -33,18 +36,23 @@ from tests.tiny_models import Options, write_model
 Json = dict[str, Any]
 FIXTURES = Path(__file__).parent / "fixtures/agents"
 CONTEXT = 131_072
-WORDS = "time way day thing world life hand part place case week point work number group fact".split()
+WORDS = (
+    "time way day thing world life hand part place case week point work number group fact".split()
+)
 """Each is one token of the bundled model's vocabulary."""
 
 _STAND_IN = re.compile("⟦([0-9]+) ([0-9a-f]+)⟧")
 _TEXTS = frozenset(
-    "text content description instructions definition system output thinking title".split()
+    "text content description instructions definition system output thinking title "
+    "x-codex-turn-metadata".split()
 )
-"""Members whose strings are prose."""
+"""Members whose strings are prose, or tell of the machine."""
 _ARGUMENTS = frozenset({"arguments", "input"})
 """Members that come from the script of the model."""
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{24,}")
-_HEADERS = re.compile("accept$|anthropic-|content-type$|openai-beta$|user-agent$|x-app$|x-stainless")
+_HEADERS = re.compile(
+    "accept$|anthropic-|content-type$|openai-beta$|user-agent$|x-app$|x-stainless"
+)
 _BILLING = re.compile("(x-anthropic-billing-header:.*?cch=)[0-9a-f]+(.*)", re.DOTALL)
 
 
@@ -169,7 +177,7 @@ class Cleaner:
             case dict():
                 return {key: self._value(item, key) for key, item in value.items()}
             case list():
-                return [self._value(item, name) for item in value]
+                return [self._value(item, name if isinstance(item, str) else "") for item in value]
         return value
 
     def _text(self, text: str) -> str:
@@ -201,14 +209,18 @@ def _recorded(path: Path) -> Iterator[Json]:
         yield from map(json.loads, file)
 
 
+def _recorded_app(record: Path, *given: Any) -> Recorder:
+    return Recorder(create_app(*given), record)
+
+
 def _main(command: str, *arguments: str) -> None:
     match command, arguments:
+        case "model", (path,):
+            long_model(Path(path), "It is done.")
         case "model", (path, call):
             long_model(Path(path), called(call), "It is done.")
         case "serve", (record, *options):
-            create = serve.create_app
-            app = lambda *given: Recorder(create(*given), Path(record))  # noqa: E731
-            serve.create_app = app  # type: ignore[assignment]
+            setattr(serve, "create_app", partial(_recorded_app, Path(record)))  # noqa: B010
             sys.argv[1:] = ["serve", *options]
             main()
         case "clean", (record, fixture, agent, version):

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
+from anaphora.api.books import Books
 from anaphora.api.endpoint import Options
 from anaphora.api.serving import Serving
-from tests.agents import FIXTURES, Recorded, called, load, long_model, words
+from anaphora.cache.index import common_prefix
+from anaphora.cache.keys import Tokens
+from anaphora.diagnose.memory import PromptMemory
+from anaphora.diagnose.prompts import Remembered
+from anaphora.keys import Tenant
+from tests.agents import FIXTURES, called, load, long_model, words
 from tests.api.conftest import Server, roster
 from tests.api.talk import PATHS, PROTOCOLS, Protocol, request, said, user
 from tests.api.test_tools import result
@@ -29,11 +35,29 @@ SCHEMA = {
 }
 
 
+class Prompts(PromptMemory):
+    """Keeps the tokens of all prompts in the order of their arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[Tokens] = []
+
+    def remember(self, tenant: Tenant, model: str, prompt: Remembered) -> None:
+        self.tokens.append(prompt.tokens)
+        super().remember(tenant, model, prompt)
+
+
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def prompts() -> Prompts:
+    return Prompts()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory, prompts: Prompts) -> Iterator[Server]:
     """A server with a long context, whose model calls a tool in every answer."""
     path = long_model(tmp_path_factory.mktemp("agents") / "agent.gguf", called(CALL))
-    server = Server(Serving(roster([path], parallel=1, context_size=65_536)), Options())
+    models = roster([path], parallel=1, context_size=65_536)
+    server = Server(Serving(models, books=Books(memory=prompts)), Options())
     server.start()
     yield server
     server.stop()
@@ -120,33 +144,18 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("path", fixtures(), ids=lambda path: path.stem)
-def test_requests_of_a_real_agent(agents: Server, path: Path) -> None:
-    """Each is taken as it is, and computes no more than what no earlier one began with."""
-    earlier: list[list[int]] = []
-    for recorded in load(path):
-        response = send(agents, recorded)
-        assert response.status_code == 200, response.text
-        if "messages/count_tokens" in recorded.path:
-            continue
-        found = explained(agents, response)
-        tokens = [*agents.serving.books.prompts.tokens(response.headers["request-id"])]
-        shared = max((common(tokens, before) for before in earlier), default=0)
-        assert found["computed_tokens"] <= len(tokens) - shared + SLACK
-        earlier.append(tokens)
-
-
-def send(server: Server, recorded: Recorded) -> Any:
-    with server.http() as http:
-        return http.request(
-            recorded.method, recorded.path, headers=recorded.headers, json=recorded.body or None
-        )
-
-
-def explained(server: Server, response: Any) -> Json:
-    found: Json = server.http().get(f"/v1/cache/explain/{response.headers['request-id']}").json()
-    return found
-
-
-def common(one: list[int], other: list[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+def test_requests_of_a_real_agent(agents: Server, prompts: Prompts, path: Path) -> None:
+    """Each is taken as it is, and computes what no earlier one began with."""
+    first = len(prompts.tokens)
+    with agents.http() as http:
+        for recorded in load(path):
+            response = http.request(
+                recorded.method, recorded.path, headers=recorded.headers, json=recorded.body
+            )
+            assert response.status_code == 200, response.text
+            found = http.get(f"/v1/cache/explain/{response.headers['request-id']}").json()
+            *earlier, tokens = prompts.tokens[first:]
+            assert found["prompt_tokens"] == len(tokens)
+            shared = max((common_prefix(tokens, before) for before in earlier), default=0)
+            assert found["computed_tokens"] <= len(tokens) - shared + SLACK
+    assert len(prompts.tokens) == first + len(load(path))
