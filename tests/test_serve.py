@@ -124,6 +124,29 @@ def test_without_a_usage_file_nothing_is_written_down(start: Start, tmp_path: Pa
     assert list((tmp_path / "cache").glob("usage*")) == []
 
 
+def test_rules_for_volatile_text_come_from_the_file_unless_switched_off(
+    start: Start, tmp_path: Path
+) -> None:
+    rule = "[[volatile]]\nname = 'clock'\npattern = 'Time [0-9:]+'\n"
+    replaced = tmp_path / "replaced.toml"
+    replaced.write_text(rule + "action = 'replace'\ntext = 'Time (left out)'\n")
+
+    def second(served: Served) -> httpx.Response:
+        """The answer to a system prompt like one before, at another time of day."""
+        for clock in ("12:00:01", "23:59:59"):
+            system = {"role": "system", "content": f"Time {clock} {DOCUMENT}"}
+            body = {"messages": [system, {"role": "user", "content": "Hi"}], "max_tokens": 1}
+            answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+        return answer
+
+    kept = second(start("--config", replaced))
+    assert kept.headers["anaphora-volatile"] == "clock"
+    assert cached(kept) == kept.json()["usage"]["prompt_tokens"]
+    lost = second(start("--config", replaced, "--volatile", "off"))
+    assert "anaphora-volatile" not in lost.headers
+    assert cached(lost) < 64
+
+
 def test_prices_that_mean_nothing_prevent_the_start(tmp_path: Path, tiny_llama: Path) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text("[[price]]\ninput = 2\n")

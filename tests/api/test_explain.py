@@ -129,6 +129,11 @@ def test_tools_in_another_order_and_another_tool(
         found = explained(server, reply["id"])
         assert found["cause"] == cause, found
     assert "delete is new" in found["sentence"]
+    other = tool("write")
+    other["function"]["description"] = "Do something else."
+    reply = post(server, "chat", {**body, "tools": [*tools[:2], other, tool("delete")]}).json()
+    found = explained(server, reply["id"])
+    assert (found["cause"], "write" in found["sentence"]) == ("tool_changed", True)
 
 
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -305,6 +310,7 @@ def test_the_command_asks_the_server(server: Server) -> None:
     assert shown.exit_code == 0, shown.output
     assert "A time stamp in system block 1 changed." in shown.output
     assert "[-01:02:03-]" in shown.output
+    assert "Move it behind everything that stays the same" in " ".join(shown.output.split())
     assert not any(control in shown.output for control in CONTROL[:1])
     data = CliRunner().invoke(app, ["explain", reply["id"], "--url", server.url, "--json"])
     assert json.loads(data.output)["cause"] == "timestamp"
