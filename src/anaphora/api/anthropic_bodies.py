@@ -390,7 +390,8 @@ class CountRequest(Body):
             return "any"
         if self.tool_choice.type == "none":
             return "none"
-        return "one" if self.tool_choice.disable_parallel_tool_use else "any"
+        one = self.tool_choice.disable_parallel_tool_use or self.tool_choice.type == "tool"
+        return "one" if one else "any"
 
     @property
     def conditions(self) -> Conditions:

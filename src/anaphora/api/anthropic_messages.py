@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.api import streams
-from anaphora.api.anthropic_bodies import CountRequest
+from anaphora.api.anthropic_bodies import CountRequest, ToolChoice
 from anaphora.api.anthropic_diagnostics import Diagnostics, Fingerprint
 from anaphora.api.edge import Body, Count, TopK
 from anaphora.api.endpoint import Endpoint, computed, takes
@@ -22,9 +22,11 @@ from anaphora.api.errors import ApiError, anthropic_body, as_api_error, request_
 from anaphora.api.generation import Generation, prompt_tokens
 from anaphora.api.replies import AnthropicMessage, TokenCount
 from anaphora.api.serving import Answer
+from anaphora.api.tool_choice import names, present
 from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.model import Model
 from anaphora.profiles.outline import Ttl
+from anaphora.prompt.conversation import Plain
 
 _CUMULATIVE = (
     "input_tokens",
@@ -73,7 +75,18 @@ class MessagesRequest(CountRequest):
             implicit="30m",
             conditions=reading.conditions.given,
             calls=self.calls,
+            forced=self._forced(reading.conversation.tools),
         )
+
+    def _forced(self, tools: Sequence[Plain]) -> tuple[str, ...]:
+        """The names of the tools one of which has to be called."""
+        there = names(tools)
+        match self.tool_choice:
+            case ToolChoice(type="any"):
+                return present(there, there)
+            case ToolChoice(type="tool", name=name):
+                return present((name or "",), there)
+        return ()
 
     def _refuse(self) -> None:
         if self.max_tokens == 0:
@@ -84,7 +97,10 @@ class MessagesRequest(CountRequest):
             if self.output_config and self.output_config.format is not None:
                 raise ApiError("max_tokens: 0 gives no answer: leave output_config.format out")
         if self.tool_choice and self.tool_choice.type in ("any", "tool"):
-            raise ApiError("tool_choice: a call of a tool cannot be forced: use 'auto' or 'none'")
+            if self.max_tokens == 0:
+                raise ApiError("max_tokens: 0 gives no call: use tool_choice 'auto' or 'none'")
+            if self.thinking and self.thinking.type == "enabled":
+                raise ApiError("Thinking may not be enabled when tool_choice forces tool use.")
 
 
 def router(api: Endpoint) -> APIRouter:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from anaphora.answer.forced import forced
 from anaphora.answer.forms import Form
 from anaphora.answer.pieces import Call, Piece, Reasoning, Text
 from anaphora.answer.reader import Reader
@@ -55,6 +56,8 @@ class Generation:
     calls: Literal["none", "one", "any"] = "any"
     """How many calls of tools the answer may have. With ``none`` they are text; with ``one`` a call
     is the end."""
+    forced: tuple[str, ...] = ()
+    """Names of tools: the answer has to be calls of these. None: it may be anything."""
     logprobs: int | None = None
     """Tell how likely the tokens of the answer's text were, and so many of the likeliest ones."""
     choices: int = 1
@@ -147,7 +150,7 @@ def prepare(
     :class:`~anaphora.errors.PromptTooLongError` where the prompt itself does not fit, and what
     :func:`prompt_tokens` raises.
     """
-    if generation.grammar is not None:
+    if generation.grammar is not None and not generation.forced:
         check(generation.grammar, model.vocabulary)
     prompt = _rendered(model, generation)
     tokens = prompt.tokens
@@ -168,43 +171,58 @@ def prepare(
         return CacheHints(tenant.segments(common_prefix(prompt, trunk)), profile=profile)
 
     hints = replace(cache(tokens), outline=_outline(generation, profile, prompt))
-    shown, reader = _reading(model, generation, prompt)
+    reading = _reading(model, generation, prompt)
     request = Request(
         request_id,
         tokens,
         min(wanted, room),
         generation.sampling,
         hints,
-        grammar=generation.grammar,
-        shown=shown,
+        grammar=reading.grammar,
+        shown=reading.shown,
         logprobs=generation.logprobs,
     )
     return Prepared(
         generation,
         request,
-        reader,
+        reading.reader,
         lambda answer: _next_turn(model, generation, cache, answer),
         _spans(model, generation, prompt),
     )
 
 
-def _reading(
-    model: Model, generation: Generation, prompt: Prompt
-) -> tuple[Mapping[int, bytes], Callable[[], Reader]]:
-    """The control tokens that show in the text of the answer, and what makes who reads it.
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How an answer comes to be read."""
 
-    What a grammar holds is neither call nor reasoning, whatever it looks like.
+    reader: Callable[[], Reader]
+    shown: Mapping[int, bytes] = field(default_factory=dict)
+    """The control tokens that show in its text."""
+    grammar: Grammar | None = None
+
+
+def _reading(model: Model, generation: Generation, prompt: Prompt) -> _Reading:
+    """What a grammar of the request's holds is neither call nor reasoning, whatever it looks like.
+
+    Where calls are forced there is no text that it could hold.
     """
-    if not isinstance(generation.prompt, Conversation) or generation.grammar is not None:
-        return {}, partial(Form().reader, "", {}, frozenset())
+    conversation, grammar = generation.prompt, generation.grammar
+    if not isinstance(conversation, Conversation) or (grammar and not generation.forced):
+        return _Reading(partial(Form().reader, "", {}, frozenset()), grammar=grammar)
     form = model.renderer.form
     if prompt.generic_tools:
         form = form.with_generic()
-    tools = {} if generation.calls == "none" else _parameters(generation.prompt.tools)
+    tools = {} if generation.calls == "none" else _parameters(conversation.tools)
+    first_only = generation.calls == "one"
+    if generation.forced:
+        tools = {name: tools[name] for name in generation.forced}
+        answer = forced(form, prompt.text, tools, model.vocabulary, several=not first_only)
+        check(answer.grammar, model.vocabulary)
+        form, grammar = answer.form, answer.grammar
     shown = form.shown(model.vocabulary.control, with_calls=bool(tools))
     hidden = frozenset(text.decode() for text in shown.values())
-    first_only = generation.calls == "one"
-    return shown, partial(form.reader, prompt.text, tools, hidden, first_call_only=first_only)
+    reader = partial(form.reader, prompt.text, tools, hidden, first_call_only=first_only)
+    return _Reading(reader, shown, grammar)
 
 
 def _parameters(tools: Sequence[Plain]) -> dict[str, Plain]:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from anaphora.api.edge import Body
 from anaphora.api.errors import ApiError
 from anaphora.api.outlines import Ending, with_message_ends
+from anaphora.api.tool_choice import Choice, Named
 from anaphora.engine.protocol import Started
 from anaphora.profiles.openai import Conditions
 from anaphora.profiles.outline import Ttl
@@ -54,10 +55,12 @@ class CachingBody(Body):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """A maximum: no lifetime is longer than a day."""
 
-    def calls(self, tool_choice: str | None) -> Literal["none", "one", "any"]:
+    def calls(self, tool_choice: Choice | None) -> Literal["none", "one", "any"]:
         """How many calls of tools the answer may have."""
         if tool_choice == "none":
             return "none"
+        if isinstance(tool_choice, Named):
+            return "one"
         return "one" if self.parallel_tool_calls is False else "any"
 
     def conditions(self, effort: str | None, verbosity: str | None, text_format: str) -> Conditions:

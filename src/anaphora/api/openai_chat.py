@@ -20,6 +20,7 @@ from anaphora.api.generation import Generation, call, thinking, tool
 from anaphora.api.openai_caching import Breakpoint, Caching, CachingBody
 from anaphora.api.openai_choices import ChoicesBody, Form
 from anaphora.api.replies import ChatCompletion
+from anaphora.api.tool_choice import ToolChoice, forced
 from anaphora.engine.protocol import Grammar
 from anaphora.prompt.conversation import Conversation, Message
 
@@ -29,35 +30,6 @@ def as_parts(content: Any) -> Any:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [] if content is None else content
-
-
-class AllowedTools(Body):
-    mode: Literal["auto"]
-
-
-class AllowedToolsChoice(Body):
-    """``tool_choice`` that names tools, as Chat Completions have it."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-class FlatAllowedToolsChoice(AllowedTools):
-    """The same as Responses have it."""
-
-    type: Literal["allowed_tools"]
-
-
-def unforced(choice: Any) -> Any:
-    """``tool_choice`` as a word; calls cannot be forced yet."""
-    match choice:
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
-            return "auto"
-        case {"type": "allowed_tools", "mode": "auto"}:
-            return "auto"
-        case None | "auto" | "none":
-            return choice
-    raise ValueError("a call of a tool cannot be forced: use 'auto' or 'none'")
 
 
 class TextPart(Body):
@@ -75,17 +47,6 @@ Parts = Annotated[
     list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
     BeforeValidator(as_parts, json_schema_input_type=str | list[TextPart | RefusalPart] | None),
 ]
-ToolChoice = Annotated[
-    Literal["auto", "none"] | None,
-    BeforeValidator(
-        unforced,
-        json_schema_input_type=Literal["auto", "none"]
-        | AllowedToolsChoice
-        | FlatAllowedToolsChoice
-        | None,
-    ),
-]
-"""Tools stay in the prompt whatever it says, so that what is cached of it stays of use."""
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -175,14 +136,12 @@ class ChatRequest(ChoicesBody, CachingBody):
             for number, message in enumerate(self.messages)
             for ending in caching.marked(number, _texts(message))
         )
+        tools = tuple(
+            tool(item.function.name, item.function.description, item.function.parameters)
+            for item in self.tools or ()
+        )
         return Generation(
-            Conversation(
-                tuple(messages),
-                tuple(
-                    tool(item.function.name, item.function.description, item.function.parameters)
-                    for item in self.tools or ()
-                ),
-            ),
+            Conversation(tuple(messages), tools),
             self.max_tokens if limit is None else limit,
             self.sampling,
             self.answer_grammar,
@@ -191,6 +150,7 @@ class ChatRequest(ChoicesBody, CachingBody):
             implicit=caching.implicit,
             conditions=conditions.given,
             calls=self.calls(self.tool_choice or self.function_call),
+            forced=forced(self.tool_choice, tools),
             logprobs=self.likeliest,
             choices=self.n or 1,
         )

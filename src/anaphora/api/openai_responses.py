@@ -25,13 +25,14 @@ from anaphora.api.errors import ApiError
 from anaphora.api.formats import TEXT, Format, ResponsesFormat
 from anaphora.api.generation import Generation, thinking, tool
 from anaphora.api.openai_caching import Caching, CachingBody, written_by_ttl
-from anaphora.api.openai_chat import ToolChoice, Verbosity
+from anaphora.api.openai_chat import Verbosity
 from anaphora.api.openai_diagnostics import Likeness
 from anaphora.api.openai_events import ResponseEvents, replay
 from anaphora.api.openai_items import Item, ItemReference
 from anaphora.api.openai_logprobs import Wording
 from anaphora.api.replies import DeletedResponse, InputItems, ResponseObject
 from anaphora.api.serving import Answer
+from anaphora.api.tool_choice import Choice, ToolChoice, forced
 from anaphora.engine.protocol import Done, Grammar, Sampling, Started
 from anaphora.errors import UnavailableError
 from anaphora.keys import Tenant
@@ -165,7 +166,7 @@ class ResponsesRequest(CachingBody):
             "prompt_cache_retention": self.prompt_cache_retention,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": formats.echoed(self.format)},
-            "tool_choice": self.tool_choice or "auto",
+            "tool_choice": _chosen(self.tool_choice),
             "tools": [_echoed(item) for item in self.tools or () if item.shown],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -231,6 +232,7 @@ class Turn:
             implicit=caching.implicit,
             conditions=caching.conditions.given,
             calls=body.calls(body.tool_choice),
+            forced=forced(body.tool_choice, body.shown_tools),
             logprobs=body.likeliest,
         )
 
@@ -461,6 +463,13 @@ def _tool(item: Tool) -> Any:
     if item.type == "custom":
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
     return tool(item.name or "", item.description, parameters)
+
+
+def _chosen(choice: Choice | None) -> Any:
+    """``tool_choice`` as it was sent."""
+    if isinstance(choice, Body):
+        return choice.model_dump(exclude_unset=True)
+    return choice or "auto"
 
 
 def _echoed(item: Tool) -> dict[str, Any]:
