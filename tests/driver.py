@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
@@ -107,6 +107,7 @@ class Driver:
         want_logits: bool = False,
         grammar: Grammar | None = None,
         logprobs: int | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> Result:
         array = np.array(tokens, dtype=np.int32)
         name = f"r{next(_ids)}"
@@ -119,6 +120,7 @@ class Driver:
             background,
             want_logits,
             grammar,
+            shown=shown or {},
             logprobs=logprobs,
         )
         result = self._results[name] = Result(request)
@@ -143,6 +145,7 @@ class Driver:
         want_logits: bool = False,
         grammar: Grammar | None = None,
         logprobs: int | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> Result:
         """Submit one request and step until it has ended."""
         result = self.submit(
@@ -153,6 +156,7 @@ class Driver:
             want_logits=want_logits,
             grammar=grammar,
             logprobs=logprobs,
+            shown=shown,
         )
         self.wait(result)
         return result

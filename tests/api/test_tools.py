@@ -10,7 +10,9 @@ from typing import Any
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
+from anaphora.answer.syntaxes import SYNTAXES
 from anaphora.responses import ResponseStore
 from tests.answer.templates import OPENED, TEMPLATES
 from tests.api.conftest import Serve, Server
@@ -38,6 +40,7 @@ class Said:
     reasoning_tokens: int | None = None
 
 
+MARKERS = tuple(sorted({m for syntax in SYNTAXES if not syntax.channels for m in syntax.markers}))
 MISTRAL = ("[TOOL_CALLS]", "[ARGS]")
 WHOLE = Said("Let me see.", "I will look.", (("look", ARGUMENTS),))
 ENDED = {"chat": "tool_calls", "messages": "tool_use", "responses": "completed"}
@@ -423,3 +426,118 @@ def test_calls_results_and_tools_that_do_not_match_are_refused(
         assert (code, why in text) == (400, True), (turns, text)
     code, text = status([], ["look", "look"])
     assert (code, "two tools are called 'look'" in text) == (400, True)
+
+
+THINKING = ("hermes", "harmony")
+"""Templates whose models may think first: those of random weights need not come to an end."""
+BOUNDED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def forced(protocol: Protocol, name: str | None = None) -> Any:
+    """What says that a tool has to be called: this one, or any."""
+    match protocol:
+        case "chat":
+            return {"type": "function", "function": {"name": name}} if name else "required"
+        case "messages":
+            return {"type": "tool", "name": name} if name else {"type": "any"}
+        case "responses":
+            return {"type": "function", "name": name} if name else "required"
+
+
+def bounded(protocol: Protocol, choice: Any, names: Sequence[str] = ("look", "see")) -> Json:
+    request = body(protocol, names=names, tool_choice=choice)
+    for tool in request["tools"]:
+        inner = tool.get("function", tool)
+        inner["input_schema" if protocol == "messages" else "parameters"] = BOUNDED
+    limit = "max_output_tokens" if protocol == "responses" else "max_tokens"
+    return {**request, limit: 2000}
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in THINKING])
+def test_a_call_can_be_forced(
+    serve: Serve, tiny_model: TinyModel, protocol: Protocol, template: str
+) -> None:
+    """By a model of random weights, which would say anything else."""
+    path = tiny_model("llama", template=TEMPLATES[template], control=MARKERS)
+    server = serve(paths=[path])
+    for name in None, "see":
+        request = bounded(protocol, forced(protocol, name))
+        request["extra_body"] = {"temperature": 0}
+        answer, streamed = (
+            said(protocol, ask(server, protocol, request, stream=stream))
+            for stream in (False, True)
+        )
+        assert replace(answer, ids=()) == replace(streamed, ids=())
+        assert answer.calls
+        assert answer.text == ""
+        assert answer.ended == ENDED[protocol]
+        for called, arguments in answer.calls:
+            assert called == (name or called)
+            assert Draft202012Validator(BOUNDED).is_valid(arguments)
+        assert len(answer.calls) == 1 or name is None
+
+
+def test_forced_calls_come_behind_reasoning(saying: Saying, protocol: Protocol) -> None:
+    server = saying(SAID.removeprefix("<think>\n"), OPENED)
+    for stream in False, True:
+        request = bounded(protocol, forced(protocol, "look"))
+        request["extra_body"] = {"temperature": 0}
+        answer = said(protocol, ask(server, protocol, request, stream=stream))
+        assert (answer.reasoning, answer.text) == ("Let me see.", "")
+        assert [name for name, _ in answer.calls] == ["look"]
+
+
+def test_forced_calls_in_channels(saying: Saying, protocol: Protocol) -> None:
+    control = ("<|channel|>", "<|constrain|>", "<|message|>")
+    server = saying("<|channel|>commentary and so on", TEMPLATES["harmony"], control)
+    for stream in False, True:
+        request = bounded(protocol, forced(protocol, "look"))
+        request["extra_body"] = {"temperature": 0}
+        answer = said(protocol, ask(server, protocol, request, stream=stream))
+        assert (answer.reasoning, answer.text) == ("", "")
+        assert [name for name, _ in answer.calls] == ["look"]
+
+
+def test_what_cannot_be_forced_is_refused(server: Server, protocol: Protocol) -> None:
+    unheld = bounded(protocol, forced(protocol))
+    for tool in unheld["tools"]:
+        inner = tool.get("function", tool)
+        inner["input_schema" if protocol == "messages" else "parameters"] = {"not": {}}
+    for request, why in (
+        (bounded(protocol, forced(protocol, "other")), "there is no tool 'other' in tools"),
+        ({**body(protocol), "tools": [], "tool_choice": forced(protocol)}, "there are no tools"),
+        (unheld, "a call of the tool look can't be forced"),
+    ):
+        refused = server.http().post(PATHS[protocol], json=request)
+        assert refused.status_code == 400
+        assert why in refused.json()["error"]["message"]
+    unforced = {**unheld, "tool_choice": {"type": "auto"} if protocol == "messages" else "auto"}
+    assert server.http().post(PATHS[protocol], json=unforced).status_code == 200
+
+
+def test_a_call_of_some_tools_can_be_forced(server: Server) -> None:
+    for protocol, inner, tool in (
+        ("chat", True, {"type": "function", "function": {"name": "see"}}),
+        ("responses", False, {"type": "function", "name": "see"}),
+    ):
+        allowed = {"mode": "required", "tools": [tool]}
+        choice = {"allowed_tools": allowed} if inner else allowed
+        request = bounded(protocol, {"type": "allowed_tools", **choice})  # type: ignore[arg-type]
+        answer = said(protocol, ask(server, protocol, request))  # type: ignore[arg-type]
+        assert {name for name, _ in answer.calls} == {"see"}
+
+
+def test_thinking_that_is_enabled_forbids_to_force(server: Server) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    request = {**bounded("messages", forced("messages")), "thinking": thinking}
+    refused = server.http().post("/v1/messages", json=request)
+    assert refused.status_code == 400
+    assert "Thinking may not be enabled" in refused.json()["error"]["message"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from anaphora.answer.forms import Form
 from anaphora.answer.syntaxes import GENERIC, Syntax, Tools
-from anaphora.engine.constraint import check, lark_json
+from anaphora.engine.constraint import check, control_in_check, lark_json
 from anaphora.engine.protocol import Grammar
 from anaphora.errors import GrammarError
 from anaphora.prompt.conversation import Plain
@@ -60,6 +60,8 @@ _WRITTEN: Mapping[str, _Written] = {
     "hermes": _GENERIC,
     "json": _Written('{"name": ', ', "parameters": ', "}", between="; "),
 }
+MOST_CALLS = 8
+"""In one answer: a small model may find no end to them."""
 _PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -75,7 +77,7 @@ class Forced:
 def forced(
     form: Form, prompt: str, tools: Tools, vocabulary: Vocabulary, *, several: bool
 ) -> Forced:
-    """That calls one of ``tools``, or, with ``several``, any number of them from one.
+    """That calls one of ``tools``, or, with ``several``, up to :data:`MOST_CALLS` times one.
 
     It may begin with reasoning where the form has any.
 
@@ -84,7 +86,7 @@ def forced(
     :param tools: at least one.
 
     Raises :class:`~anaphora.errors.GrammarError` that names the tool whose parameters can't be
-    held to.
+    held to, or says that all of them together are too much.
     """
     for name, parameters in tools.items():
         try:
@@ -92,20 +94,37 @@ def forced(
         except GrammarError as error:
             raise GrammarError(f"a call of the tool {name} can't be forced: {error}") from error
     syntax, written = _way(form, tools)
-    rules = _Rules(vocabulary.control)
-    call = " | ".join(f"call_{number}" for number in range(len(tools)))
-    calls = "call"
-    if several and not syntax.channels:
-        calls = " ".join(["call", f"({rules.text(written.between)} call)*"])
-    start = [rules.text(written.first), calls, rules.text(written.last)]
-    lines = [f"start: {rules.thought(form, prompt)} {' '.join(start)}", f"call: {call}"]
-    for number, (name, parameters) in enumerate(tools.items()):
-        named = json.dumps(name, ensure_ascii=False) if written.quoted else name
-        before = rules.text(f"{written.before}{named}{written.middle}")
-        after = rules.text(written.after)
-        lines.append(f"call_{number}: {before} {lark_json(_schema(parameters))} {after}")
-    grammar = Grammar("lark", "\n".join([*lines, *rules.terminals]))
-    return Forced(grammar, replace(form, syntaxes=(syntax,)))
+
+    def grammar(control: Mapping[str, int]) -> Grammar:
+        rules = _Rules(control)
+        calls = "call"
+        if several and not syntax.channels:
+            calls = f"call ({rules.text(written.between)} call){{0,{MOST_CALLS - 1}}}"
+        start = (
+            rules.thought(form, prompt),
+            rules.text(written.first),
+            calls,
+            rules.text(written.last),
+        )
+        lines = [
+            f"start: {' '.join(start)}",
+            f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
+        ]
+        for number, (name, parameters) in enumerate(tools.items()):
+            # What a name looks like is no control token.
+            named = json.dumps(name, ensure_ascii=False)
+            call = (
+                rules.text(written.before),
+                *_literal(named if written.quoted else name),
+                rules.text(written.middle),
+                lark_json(_schema(parameters)),
+                rules.text(written.after),
+            )
+            lines.append(f"call_{number}: {' '.join(call)}")
+        return Grammar("lark", "\n".join([*lines, *rules.terminals]))
+
+    check(grammar(control_in_check(vocabulary)), vocabulary)
+    return Forced(grammar(vocabulary.control), replace(form, syntaxes=(syntax,)))
 
 
 def _way(form: Form, tools: Tools) -> tuple[Syntax, _Written]:

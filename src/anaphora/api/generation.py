@@ -217,7 +217,6 @@ def _reading(model: Model, generation: Generation, prompt: Prompt) -> _Reading:
     if generation.forced:
         tools = {name: tools[name] for name in generation.forced}
         answer = forced(form, prompt.text, tools, model.vocabulary, several=not first_only)
-        check(answer.grammar, model.vocabulary)
         form, grammar = answer.form, answer.grammar
     shown = form.shown(model.vocabulary.control, with_calls=bool(tools))
     hidden = frozenset(text.decode() for text in shown.values())

@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from anaphora.engine.protocol import Grammar, GrammarKind
-from anaphora.engine.schemas import endless
+from anaphora.engine.schemas import endless, inexact
 from anaphora.errors import GrammarError
 from anaphora.vocabulary import Vocabulary
 
@@ -121,8 +121,7 @@ def check(grammar: Grammar, vocabulary: Vocabulary) -> None:
     Raises :class:`~anaphora.errors.GrammarError` that says what is wrong with it.
     """
     texts = [bytes([byte]) for byte in range(256)]
-    special = ["<|end|>", *vocabulary.control]
-    texts += [text.encode() for text in special]
+    texts += [text.encode() for text in ("<|end|>", *control_in_check(vocabulary))]
     tokens = _Tokens(texts, list(range(256, len(texts))), list)
     tokenizer = LLTokenizer(
         TokenizerWrapper(tokens), n_vocab=max(len(texts), vocabulary.size), eos_token=[256]
@@ -131,6 +130,11 @@ def check(grammar: Grammar, vocabulary: Vocabulary) -> None:
     matcher.compute_bitmask()
     if matcher.is_error():
         raise _refusal(grammar, "no text fits it")
+
+
+def control_in_check(vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids that control tokens have for :func:`check`, by their texts."""
+    return {text: number for number, text in enumerate(vocabulary.control, start=257)}
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
@@ -247,6 +251,8 @@ def _schema(grammar: Grammar) -> Mapping[str, Any]:
         recursive = endless(schema)
     except ValueError as error:
         raise _refusal(grammar, error) from error
+    if inexact(schema):
+        raise _refusal(grammar, "it lists a whole number above 2^53: make it a string")
     if recursive:
         raise _refusal(grammar, "it is recursive, and nothing finite fits it")
     return schema

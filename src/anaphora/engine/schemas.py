@@ -1,4 +1,4 @@
-"""Whether anything finite fits a JSON schema."""
+"""What can't be held to: JSON schemas that nothing finite fits, or with inexact numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 _CONTAINERS = {"object", "array"}
 _MOST_REFERENCES = 500
+_LARGEST = 1 << 53
 
 
 def endless(schema: Mapping[str, Any]) -> bool:
@@ -33,6 +34,16 @@ def endless(schema: Mapping[str, Any]) -> bool:
             finite.add(reference)
             waiting |= users[reference] - finite
     return not _is_finite(schema, finite)
+
+
+def inexact(schema: Any) -> bool:
+    """Whether ``schema`` lists a whole number that llguidance would round to a float's 53 bits."""
+    if not isinstance(schema, Mapping):
+        return isinstance(schema, list) and any(map(inexact, schema))
+    listed = [schema.get("const"), *_items(schema, "enum")]
+    return any(isinstance(one, int) and abs(one) > _LARGEST for one in listed) or any(
+        map(inexact, schema.values())
+    )
 
 
 def _is_finite(schema: Any, finite: Set[str]) -> bool:
